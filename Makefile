@@ -1,0 +1,44 @@
+# `make demo` and `make test` work on a fresh clone; the first one sets .venv up (a few minutes, about 3 GB).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: setup demo test test-fast lint format types lock clean
+
+setup: $(READY)
+
+# torch goes first and with its dependencies: elsewhere than where pip finds a CPU build, its libraries come that way.
+$(READY): requirements/cpu.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install "$$(grep '^torch==' requirements/cpu.txt)"
+	$(PIP) install --no-deps -r requirements/cpu.txt
+	$(PIP) install --no-deps --no-build-isolation -e .
+	touch $(READY)
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-fast: setup
+	$(BIN)/python -m pytest -m "not slow" tests/unit
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock:
+	$(PYTHON) scripts/lock.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,181 @@
+"""Errors of the wire contract: stable codes, their HTTP status, and the one exception that carries them.
+
+::
+
+    WeightPushError                  code, message, details, update_id, state
+      raised by the server           → {"error": {...}} with the code's HTTP status
+      raised by the client           ← the same, rebuilt from the answer, or a client-side code
+
+========================== ====== ==================================================================
+code                       status when, and what is left behind
+========================== ====== ==================================================================
+unauthorized               401    no or wrong control token; nothing changed
+too_large                  413    body, manifest or name over a limit; nothing changed
+invalid_request            422    the body does not fit the schema; nothing changed
+manifest_rejected          422    names, shapes or dtypes do not fit this model; nothing changed
+layout_unknown             422    the server cannot say what its model expects; nothing changed
+reload_refused             422    this model or server cannot be reloaded safely; nothing changed
+transport_unavailable      422    the transport cannot run here; nothing changed
+rendezvous_failed          422    data plane did not come up in time; nothing changed
+drain_failed               409    running requests could not be drained; nothing changed
+update_in_progress         409    another update runs; nothing changed
+stale_update               409    the call belongs to an older or unknown update; nothing changed
+update_failed              409    this update has already failed; see ``details.cause``
+bucket_out_of_order        409    bucket repeated, skipped or beyond the plan; update failed
+bucket_mismatch            409    bucket's tensors or size differ from the manifest; update failed
+digest_mismatch            409    bytes arrived changed; update failed
+incomplete_update          409    ``finish`` before all buckets arrived; the update goes on
+landing_failed             409    a worker could not write a bucket; update failed
+transport_failed           409    the data plane broke; update failed
+lease_lost                 409    no progress from the trainer for ``lease_s``; update failed
+deadline_exceeded          409    a phase took longer than its deadline; update failed
+aborted                    409    the update was aborted; see ``details.reason``
+worker_lost                409    a worker or engine died; update failed
+proof_failed               409    the result could not be proven right; update failed
+cache_reset_failed         409    a cache of the old weights could not be emptied; update failed
+not_serving                503    the gate is closed
+internal                   500    a fault of the server itself
+unreachable                  -    client only: no connection, or no answer in time
+protocol_error               -    client only: the answer is not of this protocol
+weights_rejected             -    client only: the trainer's weights do not match what was declared
+========================== ====== ==================================================================
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from weightpush_protocol.state import ServerState
+
+
+class ErrorCode(StrEnum):
+    """Stable names; clients may branch on them."""
+
+    UNAUTHORIZED = "unauthorized"
+    TOO_LARGE = "too_large"
+    INVALID_REQUEST = "invalid_request"
+    MANIFEST_REJECTED = "manifest_rejected"
+    LAYOUT_UNKNOWN = "layout_unknown"
+    RELOAD_REFUSED = "reload_refused"
+    TRANSPORT_UNAVAILABLE = "transport_unavailable"
+    RENDEZVOUS_FAILED = "rendezvous_failed"
+    DRAIN_FAILED = "drain_failed"
+    UPDATE_IN_PROGRESS = "update_in_progress"
+    STALE_UPDATE = "stale_update"
+    UPDATE_FAILED = "update_failed"
+    BUCKET_OUT_OF_ORDER = "bucket_out_of_order"
+    BUCKET_MISMATCH = "bucket_mismatch"
+    DIGEST_MISMATCH = "digest_mismatch"
+    INCOMPLETE_UPDATE = "incomplete_update"
+    LANDING_FAILED = "landing_failed"
+    TRANSPORT_FAILED = "transport_failed"
+    LEASE_LOST = "lease_lost"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    ABORTED = "aborted"
+    WORKER_LOST = "worker_lost"
+    PROOF_FAILED = "proof_failed"
+    CACHE_RESET_FAILED = "cache_reset_failed"
+    NOT_SERVING = "not_serving"
+    INTERNAL = "internal"
+    UNREACHABLE = "unreachable"
+    PROTOCOL_ERROR = "protocol_error"
+    WEIGHTS_REJECTED = "weights_rejected"
+
+
+_REFUSALS = {
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.MANIFEST_REJECTED,
+    ErrorCode.LAYOUT_UNKNOWN,
+    ErrorCode.RELOAD_REFUSED,
+    ErrorCode.TRANSPORT_UNAVAILABLE,
+    ErrorCode.RENDEZVOUS_FAILED,
+}
+
+#: HTTP status of each code that a server sends. What is not listed is a conflict, 409.
+HTTP_STATUS: dict[ErrorCode, int] = {
+    **dict.fromkeys(ErrorCode, 409),
+    **dict.fromkeys(_REFUSALS, 422),
+    ErrorCode.UNAUTHORIZED: 401,
+    ErrorCode.TOO_LARGE: 413,
+    ErrorCode.NOT_SERVING: 503,
+    ErrorCode.INTERNAL: 500,
+}
+
+
+class ErrorDetail(BaseModel):
+    """The body of every error answer, under the key ``error``."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    code: ErrorCode
+    message: str
+    update_id: str | None = None
+    state: ServerState | None = None
+    details: dict[str, Any] = Field(default_factory=dict)
+
+
+class ErrorBody(BaseModel):
+    """``{"error": {...}}``."""
+
+    error: ErrorDetail
+
+
+class WeightPushError(Exception):
+    """Every failure of a push, on both sides.
+
+    Attributes:
+        code: stable name of what went wrong.
+        message: what happened, who is concerned, and what to do.
+        details: offenders, the peer's own error, limits: whatever a program may want to read.
+        update_id: the update that is concerned, if there is one.
+        state: the server's state after the failure, if it is known.
+    """
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str,
+        *,
+        details: dict[str, Any] | None = None,
+        update_id: str | None = None,
+        state: ServerState | None = None,
+    ) -> None:
+        super().__init__(f"{message} [{code.value}]")
+        self.code = code
+        self.message = message
+        self.details = details or {}
+        self.update_id = update_id
+        self.state = state
+
+    @property
+    def http_status(self) -> int:
+        """Status with which a server answers this error."""
+        return HTTP_STATUS[self.code]
+
+    def body(self) -> ErrorBody:
+        """Return the wire form."""
+        return ErrorBody(
+            error=ErrorDetail(
+                code=self.code,
+                message=self.message,
+                update_id=self.update_id,
+                state=self.state,
+                details=self.details,
+            )
+        )
+
+    @classmethod
+    def from_detail(cls, detail: ErrorDetail) -> WeightPushError:
+        """Rebuild the exception from its wire form."""
+        return cls(detail.code, detail.message, details=detail.details, update_id=detail.update_id, state=detail.state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions with keyword arguments do not survive the default __reduce__ (worker RPCs, pytest).
+        return (_rebuild, (self.body().model_dump(mode="json"),))
+
+
+def _rebuild(body: dict[str, Any]) -> WeightPushError:
+    return WeightPushError.from_detail(ErrorBody.model_validate(body).error)

@@ -1,0 +1,269 @@
+"""Bodies of the HTTP calls under ``/reload`` and of the status that everybody reads.
+
+Requests reject unknown fields, so that a typing error is an error. Answers ignore them, so that an older client reads
+a newer server.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
+
+from weightpush_protocol.errors import ErrorCode
+from weightpush_protocol.manifest import MAX_NAME_LENGTH, Manifest, TensorSpec
+from weightpush_protocol.state import Phase, ServerState
+from weightpush_protocol.transports.base import TransportConfig
+
+#: Header on every answer of a generation route: the weight version that computed it.
+VERSION_HEADER: Final = "X-Weight-Version"
+#: Version of the weights that a server started with, unless ``--weight-version`` says otherwise.
+INITIAL_VERSION: Final = "default"
+
+
+def utc_now() -> datetime:
+    """Return the present moment, aware of its zone."""
+    return datetime.now(UTC)
+
+
+def _printable_ascii(value: str) -> str:
+    # The version travels in a header; anything else would be cut, folded or refused there.
+    if not re.fullmatch(r"[\x21-\x7e]+", value) or "," in value:
+        raise ValueError("use visible ASCII characters without spaces and commas")
+    return value
+
+
+WeightVersion = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_printable_ascii)]
+UpdateId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+#: Digest of one tensor, see ``weightpush_protocol.digest``.
+TensorDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+TensorName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
+
+
+class UpdateMode(StrEnum):
+    """``direct`` writes into the live model; ``staged`` keeps serving the old weights while bytes arrive."""
+
+    DIRECT = "direct"
+    STAGED = "staged"
+
+
+class InFlight(StrEnum):
+    """What becomes of requests that run when an update begins.
+
+    ``wait``: let them finish, abort what is left when ``drain_s`` is over. ``abort``: end them now, with what they
+    have. ``keep``: freeze them and let them go on with the new weights (their header then names both versions).
+    """
+
+    WAIT = "wait"
+    ABORT = "abort"
+    KEEP = "keep"
+
+
+class DigestKind(StrEnum):
+    """Whether each tensor's bytes are checked on arrival. ``none`` is for senders that cannot compute digests."""
+
+    WP64 = "wp64"
+    NONE = "none"
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Deadlines(_Request):
+    """How long each wait of an update may last, in seconds.
+
+    ``rendezvous_s``: data plane up. ``bucket_s``: one bucket from its announcement to its landing. ``drain_s``: running
+    requests end by themselves under ``in_flight="wait"``. ``commit_s``: post-load processing, proof, caches.
+    ``lease_s``: no call and no byte from the trainer.
+
+    ===========================  =================================
+    ``Deadlines()``              the defaults
+    ``Deadlines(lease_s=10)``    a dead trainer is noticed in 10 s
+    ===========================  =================================
+    """
+
+    rendezvous_s: PositiveFloat = Field(default=30.0, le=3600)
+    bucket_s: PositiveFloat = Field(default=60.0, le=3600)
+    drain_s: PositiveFloat = Field(default=30.0, le=3600)
+    commit_s: PositiveFloat = Field(default=300.0, le=3600)
+    lease_s: PositiveFloat = Field(default=60.0, le=3600)
+
+
+class BeginRequest(_Request):
+    """``POST /reload/begin``. A repeated call with the same ``update_id`` gets the same answer."""
+
+    weight_version: WeightVersion
+    manifest: Manifest
+    mode: UpdateMode = UpdateMode.DIRECT
+    transport: TransportConfig
+    in_flight: InFlight = InFlight.WAIT
+    deadlines: Deadlines = Deadlines()
+    digest: DigestKind = DigestKind.WP64
+    update_id: UpdateId | None = None
+
+
+class PlanSummary(_Answer):
+    """How the tensors of an update land: counts of tensors, and their bytes."""
+
+    in_place: int = 0
+    scratch: int = 0
+    via_loader: int = 0
+    bytes: int = 0
+
+
+class BeginAnswer(_Answer):
+    """The server is open and waits for buckets."""
+
+    update_id: str
+    epoch: int
+    accepted_transport: str
+    plan: PlanSummary
+
+
+class StreamRequest(_Request):
+    """``POST /reload/stream`` as JSON: bucket ``bucket`` comes next over the collective transport.
+
+    A call repeated with its ``call_id`` is a retry and changes nothing; the same bucket under another one is an error.
+    """
+
+    update_id: UpdateId
+    epoch: int | None = None
+    bucket: NonNegativeInt
+    nbytes: NonNegativeInt | None = None
+    call_id: UpdateId | None = None
+    digests: dict[TensorName, TensorDigest] = Field(default_factory=dict)
+
+
+class StreamAnswer(_Answer):
+    """Progress after a bucket was accepted (collective) or landed (body)."""
+
+    update_id: str
+    bucket: int
+    landed: list[str] = Field(default_factory=list)
+    tensors_done: int
+    tensors_total: int
+    bytes_done: int
+    bytes_total: int
+
+
+class FinishRequest(_Request):
+    """``POST /reload/finish``."""
+
+    update_id: UpdateId
+    epoch: int | None = None
+
+
+class FinishAnswer(_Answer):
+    """The new weights serve. Seconds since ``begin``, and seconds during which the gate was closed."""
+
+    update_id: str
+    weight_version: str
+    fingerprint: str
+    tensors: int
+    bytes: int
+    seconds: float
+    pause_seconds: float
+
+
+class AbortRequest(_Request):
+    """``POST /reload/abort``."""
+
+    update_id: UpdateId
+    epoch: int | None = None
+    reason: Annotated[str, Field(max_length=1000)] = "aborted by the client"
+
+
+class UpdateStatus(_Answer):
+    """The running update."""
+
+    update_id: str
+    epoch: int
+    mode: UpdateMode
+    phase: Phase
+    weight_version: str
+    transport: str
+    in_flight: InFlight
+    digest: DigestKind
+    tensors_done: int = 0
+    tensors_total: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0
+    buckets_done: int = 0
+    buckets_total: int = 0
+    started_at: AwareDatetime
+    lease_expires_at: AwareDatetime | None = None
+
+
+class LastError(_Answer):
+    """Why the last update that failed did."""
+
+    code: ErrorCode
+    message: str
+    phase: Phase | None = None
+    update_id: str | None = None
+    at: AwareDatetime
+    details: dict[str, Any] = Field(default_factory=dict)
+
+
+class LastUpdate(_Answer):
+    """The last update that was committed."""
+
+    update_id: str
+    weight_version: str
+    mode: UpdateMode
+    transport: str
+    digest: DigestKind
+    tensors: int
+    bytes: int
+    seconds: float
+    pause_seconds: float
+    phase_seconds: dict[str, float] = Field(default_factory=dict)
+    finished_at: AwareDatetime
+
+
+class WorkerStatus(_Answer):
+    """One vLLM rank of this server. ``rank`` counts over all engines, in the order of the data plane."""
+
+    rank: int
+    pid: int
+    device: str
+    transports: list[str] = Field(default_factory=list)
+    weight_version: str
+    tainted: bool = False
+    buckets_done: int = 0
+    tensors_done: int = 0
+    bytes_done: int = 0
+
+
+class Status(_Answer):
+    """``GET /reload/status``: 200 while ``serving``, else 503 with the same body."""
+
+    protocol: str
+    instance_id: str
+    state: ServerState
+    serving: bool
+    weight_version: str
+    previous_version: str | None = None
+    update: UpdateStatus | None = None
+    last_error: LastError | None = None
+    last_update: LastUpdate | None = None
+    fingerprint: str | None = None
+    workers: list[WorkerStatus] = Field(default_factory=list)
+
+
+class ManifestAnswer(_Answer):
+    """``GET /reload/manifest``: the checkpoint that this server's model expects.
+
+    ``optional`` tensors may be sent or left out (a tied ``lm_head``).
+    """
+
+    tensors: list[TensorSpec]
+    optional: list[TensorSpec] = Field(default_factory=list)

@@ -1,0 +1,14 @@
+"""How buckets travel: one file per transport behind the two protocols of :mod:`.base`.
+
+::
+
+    base.py         TransportConfig, Sender, Receiver, check_available
+    collective.py   gloo and nccl: broadcast of buckets in a process group of our own
+      rendezvous.py   how its processes find each other, bounded and cancellable
+      groups.py       the process group of each backend: make it, wait for an operation, abort it
+      sockets.py      addresses, listening sockets, and cutting connections from outside
+    http.py         the bucket as a safetensors file, the body of a request
+
+Everything that a transport raises is a :class:`~weightpush_protocol.errors.WeightPushError`; a wrong argument of the
+caller (a buffer of the wrong kind, a call before ``open``) is a ``ValueError`` or ``RuntimeError``.
+"""

@@ -1,0 +1,254 @@
+"""``weightpush serve``: vLLM's own OpenAI server, with our routes, gate, loader and workers' part on its public hooks."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import ipaddress
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from weightpush_protocol.messages import INITIAL_VERSION
+from weightpush_server.config import DEFAULT_MAX_BUCKET_BYTES, TOKEN_VARIABLE, ServerConfig
+from weightpush_server.plugin import ENDPOINT_PLUGIN, GENERAL_PLUGIN
+from weightpush_server.records import ControlRecord
+from weightpush_server.shared_state import SharedState
+
+_MIDDLEWARE: Final = "weightpush_server.gate.WeightPushMiddleware"
+_EXTENSION: Final = "weightpush_server.worker.WeightPushWorkerExtension"
+#: Formats that read a checkpoint tensor by tensor, or none at all; only these can be recorded.
+_INNER_FORMATS: Final = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "dummy")
+
+
+class StartRefusedError(Exception):
+    """The server must not start like this; the message says what to change."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a server until it is stopped.
+
+    ``argv`` is what follows ``weightpush serve``: our own options and any of ``vllm serve``.
+    """
+    # vLLM takes seconds to import, and children that it spawns import this module again.
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="weightpush serve", usage="%(prog)s MODEL [options]"))
+    _add_own_options(parser)
+    args = parser.parse_args(list(argv))
+    args.subparser = "serve"
+    try:
+        own = _take_own_options(args)
+        check_startable(args, own.token)
+    except StartRefusedError as error:
+        _exit(str(error))
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    prepare(args, own)
+    ServeSubcommand.cmd(args)
+
+
+def _add_own_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("weightpush", "Pushing weights into this server.")
+    group.add_argument(
+        "--control-token",
+        help=f"Token that calls under /reload must bring. Better in a file or in the environment ({TOKEN_VARIABLE}), "
+        "since the command line is visible to every user of the machine. Required unless bound to loopback.",
+    )
+    group.add_argument("--control-token-file", type=Path, help="File that holds the control token.")
+    group.add_argument(
+        "--weight-version", default=INITIAL_VERSION, help="Label of the weights that the server starts with."
+    )
+    group.add_argument(
+        "--max-bucket-mb",
+        type=int,
+        default=DEFAULT_MAX_BUCKET_BYTES // 2**20,
+        help="Largest bucket that may come as a request body, in MiB.",
+    )
+
+
+class _OwnOptions(argparse.Namespace):
+    token: str | None
+    weight_version: str
+    max_bucket_bytes: int
+
+
+def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
+    """Remove our options from ``args``: vLLM logs and pickles what is left."""
+    own = _OwnOptions(
+        token=_read_token(vars(args).pop("control_token"), vars(args).pop("control_token_file")),
+        weight_version=vars(args).pop("weight_version"),
+        max_bucket_bytes=vars(args).pop("max_bucket_mb") * 2**20,
+    )
+    return own
+
+
+def _read_token(token: str | None, file: Path | None) -> str | None:
+    if token is not None and file is not None:
+        raise StartRefusedError("give --control-token or --control-token-file, not both")
+    if file is not None:
+        try:
+            token = file.read_text().strip()
+        except OSError as error:
+            raise StartRefusedError(f"--control-token-file {file} cannot be read: {error.strerror}") from None
+    elif token is None:
+        token = os.environ.get(TOKEN_VARIABLE)
+    if token is None:
+        return None
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise StartRefusedError("the control token must be visible ASCII characters without spaces, and not empty")
+    return token
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a server bound to ``host`` can only be reached from its own machine."""
+    if host is None or host == "":
+        return False
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def check_startable(args: argparse.Namespace, token: str | None) -> None:
+    """Refuse what would let a request pass us by, or what we cannot record.
+
+    Raises:
+        StartRefusedError: with what to change.
+    """
+    if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
+        raise StartRefusedError(
+            "VLLM_SERVER_DEV_MODE is set: its routes (/collective_rpc, /resume, /update_weights, ...) change the model "
+            "and open the engine without credentials and behind the gate. Unset it"
+        )
+    if token is None and not args.uds and not is_loopback(args.host):
+        raise StartRefusedError(
+            f"bound to {args.host or 'all addresses'} without a control token: anybody could replace the weights. Give "
+            f"--control-token-file FILE (or {TOKEN_VARIABLE}), or bind to loopback with --host 127.0.0.1"
+        )
+    bypasses = {
+        "--grpc": getattr(args, "grpc", False),
+        "--grpc-port": getattr(args, "grpc_port", None) is not None,
+        "--headless": args.headless,
+        "VLLM_USE_RUST_FRONTEND": os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
+        "--data-parallel-rank": args.data_parallel_rank is not None,
+        "--data-parallel-external-lb": args.data_parallel_external_lb,
+        "--data-parallel-hybrid-lb": args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None,
+        "--data-parallel-multi-port-external-lb": args.data_parallel_multi_port_external_lb,
+        "--nnodes": getattr(args, "nnodes", 1) != 1,
+        "--enable-elastic-ep": getattr(args, "enable_elastic_ep", False),
+    }
+    for option, given in bypasses.items():
+        if given:
+            raise StartRefusedError(
+                f"{option} is not supported: requests would pass the gate by, or workers would live out of its reach"
+            )
+    if args.worker_extension_cls:
+        raise StartRefusedError(
+            f"--worker-extension-cls {args.worker_extension_cls}: vLLM takes one worker extension, and that is ours"
+        )
+    if args.load_format not in _INNER_FORMATS:
+        raise StartRefusedError(
+            f"--load-format {args.load_format} cannot be reloaded; use one of {', '.join(_INNER_FORMATS)}"
+        )
+
+
+def count_workers(args: argparse.Namespace) -> int:
+    """Return the number of vLLM ranks that ``args`` asks for, over all engines."""
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
+    total = 1
+    for size in sizes:
+        total *= getattr(args, size, None) or 1
+    return total
+
+
+def prepare(args: argparse.Namespace, own: _OwnOptions) -> None:
+    """Make the shared state and hang our parts on vLLM's hooks."""
+    directory = _make_run_directory()
+    spool = directory / "spool"
+    spool.mkdir(mode=0o700)
+    config = ServerConfig(
+        state_file=directory / "state",
+        spool_dir=spool,
+        weight_version=own.weight_version,
+        token=own.token,
+        max_bucket_bytes=own.max_bucket_bytes,
+    )
+    SharedState.create(
+        config.state_file,
+        workers=count_workers(args),
+        control=ControlRecord(instance_id=uuid.uuid4().hex, weight_version=own.weight_version),
+    )
+    config.to_environment()
+    os.environ["VLLM_PLUGINS"] = ",".join(_plugin_names())
+    args.worker_extension_cls = _EXTENSION
+    # vLLM puts the last one outermost.
+    args.middleware = [*args.middleware, _MIDDLEWARE]
+    args.model_loader_extra_config = {
+        **_as_dict(args.model_loader_extra_config),
+        "weightpush_inner_format": args.load_format,
+    }
+    args.load_format = "weightpush"
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        import json
+
+        value = json.loads(value)
+    return dict(value or {})
+
+
+def _plugin_names() -> list[str]:
+    """Return what ``VLLM_PLUGINS`` must say so that ours are loaded and no other is lost.
+
+    Once it is set, it filters every group, and it is the only way in for endpoint plugins.
+    """
+    present = os.environ.get("VLLM_PLUGINS")
+    if present is not None:
+        names = [name for name in present.split(",") if name]
+    else:
+        # Unset means all, endpoint plugins excepted.
+        groups = [group for group in entry_points().groups if group.startswith("vllm.")]
+        names = [
+            point.name for group in groups if group != "vllm.endpoint_plugins" for point in entry_points(group=group)
+        ]
+    return list(dict.fromkeys([*names, GENERAL_PLUGIN, ENDPOINT_PLUGIN]))
+
+
+def _make_run_directory() -> Path:
+    """Make this server's private directory in memory, and remove those that killed servers left behind."""
+    shared_memory = Path("/dev/shm")
+    base = shared_memory if os.access(shared_memory, os.W_OK) else Path(tempfile.gettempdir())
+    prefix = f"weightpush-{os.getuid()}-"
+    for left in base.glob(f"{prefix}*"):
+        pid = left.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # A forked child leaves its parent's directory alone.
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
+    return directory
+
+
+def _exit(message: str) -> NoReturn:
+    print(f"weightpush serve: {message}", file=sys.stderr)
+    raise SystemExit(2)

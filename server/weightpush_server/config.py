@@ -1,0 +1,66 @@
+"""Settings of a weightpush server. The parent process puts them into the environment; every child reads them there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from weightpush_protocol.messages import INITIAL_VERSION
+
+#: The control token, given by the user or handed on to the API processes.
+TOKEN_VARIABLE: Final = "WEIGHTPUSH_CONTROL_TOKEN"
+_STATE_FILE: Final = "WEIGHTPUSH_STATE_FILE"
+_WEIGHT_VERSION: Final = "WEIGHTPUSH_WEIGHT_VERSION"
+_SPOOL_DIR: Final = "WEIGHTPUSH_SPOOL_DIR"
+_MAX_BUCKET_BYTES: Final = "WEIGHTPUSH_MAX_BUCKET_BYTES"
+_MAX_MANIFEST_BYTES: Final = "WEIGHTPUSH_MAX_MANIFEST_BYTES"
+
+DEFAULT_MAX_BUCKET_BYTES: Final = 8 * 2**30
+DEFAULT_MAX_MANIFEST_BYTES: Final = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What the processes of one server agree on before it starts."""
+
+    state_file: Path
+    spool_dir: Path
+    weight_version: str = INITIAL_VERSION
+    #: ``None``: no token asked for; only on loopback.
+    token: str | None = field(default=None, repr=False)
+    #: Largest body of one bucket, in bytes.
+    max_bucket_bytes: int = DEFAULT_MAX_BUCKET_BYTES
+    #: Largest JSON body, in bytes; a manifest of 20,000 tensors needs about 3 MB.
+    max_manifest_bytes: int = DEFAULT_MAX_MANIFEST_BYTES
+
+    def to_environment(self) -> None:
+        """Hand the settings on to this process's children."""
+        os.environ[_STATE_FILE] = str(self.state_file)
+        os.environ[_SPOOL_DIR] = str(self.spool_dir)
+        os.environ[_WEIGHT_VERSION] = self.weight_version
+        os.environ[_MAX_BUCKET_BYTES] = str(self.max_bucket_bytes)
+        os.environ[_MAX_MANIFEST_BYTES] = str(self.max_manifest_bytes)
+        if self.token is None:
+            os.environ.pop(TOKEN_VARIABLE, None)
+        else:
+            os.environ[TOKEN_VARIABLE] = self.token
+
+    @classmethod
+    def from_environment(cls) -> ServerConfig:
+        """Read the settings in a child.
+
+        Raises:
+            RuntimeError: the process was not started by ``weightpush serve``.
+        """
+        if _STATE_FILE not in os.environ:
+            raise RuntimeError("start the server with `weightpush serve`: its shared state is not set up")
+        return cls(
+            state_file=Path(os.environ[_STATE_FILE]),
+            spool_dir=Path(os.environ[_SPOOL_DIR]),
+            weight_version=os.environ[_WEIGHT_VERSION],
+            token=os.environ.get(TOKEN_VARIABLE),
+            max_bucket_bytes=int(os.environ[_MAX_BUCKET_BYTES]),
+            max_manifest_bytes=int(os.environ[_MAX_MANIFEST_BYTES]),
+        )

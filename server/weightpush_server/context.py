@@ -1,0 +1,43 @@
+"""What weightpush keeps in one API process; routes and middleware find it at ``app.state.weightpush``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_server.config import ServerConfig
+from weightpush_server.coordinator import Coordinator
+from weightpush_server.engine import Engine
+from weightpush_server.gate import Gate
+from weightpush_server.shared_state import SharedState
+from weightpush_server.watch import Watchdog
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+
+class ServerContext:
+    """Made when the routes are attached; complete once the engine is known."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.shared = SharedState(config.state_file)
+        self.gate = Gate(self.shared)
+        self._coordinator: Coordinator | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The update machinery. Raises ``WeightPushError`` (``internal``) before the engine is known."""
+        if self._coordinator is None:
+            raise WeightPushError(ErrorCode.INTERNAL, "the engine of this server is not up yet")
+        return self._coordinator
+
+    async def start(self, client: EngineClient) -> None:
+        """Connect to the engine, let its workers introduce themselves, and start watching."""
+        engine = Engine(client, workers=self.shared.workers)
+        await engine.call("weightpush_describe")
+        self._coordinator = Coordinator(self.shared, engine)
+        watchdog = Watchdog(self.shared, engine, self._coordinator, self.gate)
+        self._watching = asyncio.create_task(watchdog.run(), name="weightpush-watchdog")

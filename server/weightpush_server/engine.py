@@ -1,0 +1,93 @@
+"""What weightpush asks of vLLM's engine client: RPCs to every worker, pausing, caches."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Literal
+
+from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class Engine:
+    """All engine cores and workers of this server, seen from one API process."""
+
+    def __init__(self, client: EngineClient, *, workers: int) -> None:
+        self._client: Any = client
+        self._workers = workers
+
+    @property
+    def dead(self) -> bool:
+        """Whether vLLM has given this engine up."""
+        return bool(self._client.errored)
+
+    async def call(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Run an RPC of the worker extension on every worker and return their answers, in rank order.
+
+        Never given a timeout: vLLM's answers carry no id, so that after a timeout every later call would get the
+        answer of the one before. Whoever cannot wait must leave this call running.
+
+        Raises:
+            WeightPushError: the first worker's error; ``worker_lost`` if the engine died or a worker did not answer.
+        """
+        try:
+            # With several engines `collective_rpc` would return the answers of the first one only.
+            per_engine = await self._client.engine_core.call_utility_all_async(
+                "collective_rpc", method, None, args, None
+            )
+        except Exception as error:
+            if self.dead:
+                raise self._lost(f"{type(error).__name__}: {error}") from error
+            raise
+        answers = [answer for answers in per_engine for answer in answers]
+        if len(answers) != self._workers:
+            raise self._lost(f"{method} was answered by {len(answers)} of {self._workers} workers")
+        for answer in answers:
+            if not answer["ok"]:
+                raise WeightPushError.from_detail(ErrorDetail.model_validate(answer["error"]))
+        return answers
+
+    async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
+        """Pause all engines; return whether that was complete within ``timeout_s``. A late pause still happens."""
+        pausing = asyncio.ensure_future(self._client.pause_generation(mode=mode, clear_cache=False))
+        done, _ = await asyncio.wait({pausing}, timeout=timeout_s)
+        if pausing in done:
+            pausing.result()
+            return True
+        return False
+
+    async def resume(self) -> None:
+        """Let all engines run again."""
+        await self._client.resume_generation()
+
+    async def reset_caches(self) -> None:
+        """Forget everything that was computed with the old weights, KV of frozen requests included.
+
+        Raises:
+            WeightPushError: ``cache_reset_failed``, if a cache says that it could not be emptied.
+        """
+        try:
+            emptied = await self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            await self._client.reset_encoder_cache()
+            await self._client.reset_mm_cache()
+        except Exception as error:
+            if self.dead:
+                raise self._lost(str(error)) from error
+            message = f"caches of the old weights could not be emptied: {type(error).__name__}: {error}"
+            raise WeightPushError(ErrorCode.CACHE_RESET_FAILED, message) from error
+        if not emptied:
+            raise WeightPushError(
+                ErrorCode.CACHE_RESET_FAILED, "the prefix cache could not be emptied: requests still hold its blocks"
+            )
+
+    async def label(self, weight_version: str) -> None:
+        """Tell vLLM the version, for the answers of its own that carry one."""
+        await self._client.update_weight_version(weight_version)
+
+    @staticmethod
+    def _lost(why: str) -> WeightPushError:
+        return WeightPushError(ErrorCode.WORKER_LOST, f"a worker or its engine is gone: {why}; restart the server")

@@ -1,0 +1,227 @@
+"""The outermost ASGI layer: credentials before every control route, the gate before every route that uses the model.
+
+Deny by default on both sides: a path that looks like a control route in any spelling needs the token, and a path that
+is not known to leave the model alone is shut while the server does not serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.messages import VERSION_HEADER
+from weightpush_server.records import ControlRecord
+from weightpush_server.shared_state import SharedState
+
+if TYPE_CHECKING:
+    from weightpush_server.context import ServerContext
+
+#: Seconds after which a refused client should ask again; sent only while an update runs.
+RETRY_AFTER_S: Final = 1
+STATUS_PATH: Final = "/reload/status"
+
+# Routes of vLLM that never run the model and never change it; everything else is gated, also routes that a later vLLM
+# or another plugin adds.
+_UNGATED: Final = frozenset(
+    {
+        *(("GET", path) for path in ("/health", "/ping", "/version", "/load", "/v1/models", "/tokenizer_info")),
+        *(("GET", path) for path in ("/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect", "/kv_event_sources")),
+        *(("GET", path) for path in ("/fault_tolerance/status",)),
+        *(("POST", path) for path in ("/ping", "/tokenize", "/detokenize", "/is_scaling_elastic_ep")),
+        *(("POST", path) for path in ("/abort_requests", "/inference/v1/abort_requests", "/v1/messages/count_tokens")),
+        *(("POST", path) for path in ("/start_profile", "/stop_profile")),
+    }
+)
+_UNGATED_PATTERNS: Final = (
+    ("GET", re.compile(r"/metrics(/.*)?")),
+    ("GET", re.compile(r"/static/.*")),
+    ("GET", re.compile(r"/v1/models/.+")),
+    ("GET", re.compile(r"/v1/responses/[^/]+")),  # A stored answer of an earlier request.
+    ("POST", re.compile(r"/v1/responses/[^/]+/cancel")),
+    ("POST", re.compile(r"/(v1|cohere/v2)/.+/(render|derender)")),
+)
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path below the application's root path, as the router will see it."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    if root and (path == root or path.startswith(root + "/")):
+        path = path[len(root) :]
+    return path or "/"
+
+
+def is_control_path(path: str) -> bool:
+    """Whether ``path`` is a control route in any spelling: ``//reload``, ``/RELOAD/``, ``/./reload``."""
+    segments = [segment for segment in path.lower().split("/") if segment not in ("", ".")]
+    return bool(segments) and segments[0] == "reload"
+
+
+def is_gated(method: str, path: str) -> bool:
+    """Whether a request must wait for whole weights."""
+    if method == "OPTIONS":  # CORS preflight.
+        return False
+    method = "GET" if method == "HEAD" else method
+    if (method, path) in _UNGATED:
+        return False
+    return not any(method == verb and pattern.fullmatch(path) for verb, pattern in _UNGATED_PATTERNS)
+
+
+def token_matches(headers: Headers, token: str) -> bool:
+    """Compare the bearer token of a request in constant time."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
+    return same and scheme.lower() == "bearer"
+
+
+def refusal(control: ControlRecord) -> JSONResponse:
+    """Return the 503 of the closed gate."""
+    error = WeightPushError(
+        ErrorCode.NOT_SERVING,
+        f"the server is {control.state.value}: its weights are being replaced"
+        if control.update is not None
+        else f"the server is {control.state.value}: it needs a complete push; see {STATUS_PATH}",
+        update_id=control.update.update_id if control.update is not None else None,
+        state=control.state,
+    )
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if control.update is not None else None
+    return JSONResponse(error.body().model_dump(mode="json"), status_code=error.http_status, headers=headers)
+
+
+class Gate:
+    """Counts what it lets through, so that nothing waits in limbo between HTTP and the engine."""
+
+    def __init__(self, shared: SharedState) -> None:
+        self._shared = shared
+        self._index = shared.claim_counter()
+        self._inside: set[_GatedExchange] = set()
+
+    def enter(self, exchange: _GatedExchange) -> ControlRecord | None:
+        """Let a request in and return the record it came in under, or ``None`` if the gate is closed."""
+        # Count first, look second: whoever closes the gate and then reads the counters must see this request.
+        self._inside.add(exchange)
+        self._shared.set_in_flight(self._index, len(self._inside))
+        control = self._shared.control()
+        if control.gate_open:
+            return control
+        self.leave(exchange)
+        return None
+
+    def leave(self, exchange: _GatedExchange) -> None:
+        """Note that a request has ended."""
+        self._inside.discard(exchange)
+        self._shared.set_in_flight(self._index, len(self._inside))
+
+    def evict(self) -> None:
+        """End every request of this process that is still inside."""
+        for exchange in list(self._inside):
+            exchange.evict()
+
+    def control(self) -> ControlRecord:
+        """Return the control record as it is now."""
+        return self._shared.control()
+
+
+@dataclass(eq=False)
+class _GatedExchange:
+    """One request that uses the model."""
+
+    gate: Gate
+    app: ASGIApp
+    scope: Scope
+    receive: Receive
+    send: Send
+    entered: ControlRecord | None = None
+    started: bool = False
+    evicted: bool = False
+    task: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        self.entered = self.gate.enter(self)
+        if self.entered is None:
+            await self.refuse()
+            return
+        try:
+            # A task of its own, so that eviction can end it without ending the server's task.
+            self.task = asyncio.ensure_future(self._call_app())
+            await self.task
+        except asyncio.CancelledError:
+            if not self.evicted:
+                if self.task is not None:
+                    self.task.cancel()
+                raise
+            if not self.started:
+                await self.refuse()
+        finally:
+            self.gate.leave(self)
+
+    async def _call_app(self) -> None:
+        await self.app(self.scope, self.receive, self.labelled_send)
+
+    async def labelled_send(self, message: Message) -> None:
+        if message["type"] in ("http.response.start", "websocket.accept"):
+            self.started = True
+            MutableHeaders(scope=message)[VERSION_HEADER] = self.label()
+        await self.send(message)
+
+    def label(self) -> str:
+        """Return the weight version that computed the answer, or both where the request was kept across an update."""
+        assert self.entered is not None
+        now = self.gate.control()
+        if now.kept_epoch > self.entered.epoch and now.weight_version != self.entered.weight_version:
+            return f"{self.entered.weight_version}, {now.weight_version}"
+        return self.entered.weight_version
+
+    async def refuse(self) -> None:
+        await refusal(self.gate.control())(self.scope, self.receive, self.send)
+
+    def evict(self) -> None:
+        self.evicted = True
+        if self.task is not None:
+            self.task.cancel()
+
+
+class WeightPushMiddleware:
+    """Put before vLLM's application with ``--middleware``; finds its server in ``app.state.weightpush``."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check credentials and the gate, then call the application."""
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        context: ServerContext = scope["app"].state.weightpush
+        method = scope.get("method", "WEBSOCKET")
+        path = route_path(scope)
+        if is_control_path(path) or is_control_path(scope["path"]):
+            if not self._allowed(context, method, path, Headers(scope=scope)):
+                await _unauthorized()(scope, receive, send)
+                return
+            await self.app(scope, receive, send)
+        elif is_gated(method, path):
+            await _GatedExchange(context.gate, self.app, scope, receive, send).run()
+        else:
+            await self.app(scope, receive, send)
+
+    @staticmethod
+    def _allowed(context: ServerContext, method: str, path: str, headers: Headers) -> bool:
+        if context.config.token is None or (method == "GET" and path == STATUS_PATH):
+            return True
+        return token_matches(headers, context.config.token)
+
+
+def _unauthorized() -> JSONResponse:
+    error = WeightPushError(
+        ErrorCode.UNAUTHORIZED, "this route needs the control token: send 'Authorization: Bearer <token>'"
+    )
+    return JSONResponse(error.body().model_dump(mode="json"), status_code=401, headers={"WWW-Authenticate": "Bearer"})

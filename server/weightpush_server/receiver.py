@@ -1,0 +1,207 @@
+"""The worker's side of the data plane: a thread that receives, checks and lands the buckets of one update.
+
+It lives in a thread of its own because an RPC to a worker is serial with everything else that the engine asks of it:
+the RPC that announces a bucket only puts it on a queue. Progress and the first error go to the shared record.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from weightpush_protocol.digest import tensor_digest
+from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.manifest import TensorSpec
+from weightpush_protocol.messages import BeginRequest, DigestKind
+from weightpush_protocol.transports.base import Receiver
+from weightpush_protocol.transports.collective import CollectiveReceiver
+from weightpush_protocol.transports.http import digests_from_metadata, parse_header
+from weightpush_server.progress import ProgressWriter
+from weightpush_server.reload import ReloadSession
+
+
+@dataclass(frozen=True)
+class _Job:
+    bucket: int
+    digests: dict[str, str] = field(default_factory=dict)
+    #: File that holds the bucket (``http`` transport); ``None``: it comes over the collective transport.
+    spool: Path | None = None
+
+
+def view_tensor(buffer: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
+    """Return the tensor that lies at byte ``offset`` of a 1-d uint8 buffer, without a copy where it is aligned."""
+    raw = buffer[offset : offset + spec.nbytes]
+    if (raw.data_ptr() % max(spec.torch_dtype.itemsize, 1)) or (raw.storage_offset() % spec.torch_dtype.itemsize):
+        raw = raw.clone()
+    return raw.view(spec.torch_dtype).view(spec.shape)
+
+
+class UpdateReceiver:
+    """Receives and lands one update on one worker.
+
+    ``connect`` brings up the data plane, ``attach`` says where bytes land, ``expect`` announces buckets, ``stop`` ends
+    it from any thread. After the first error nothing more is received or landed.
+    """
+
+    def __init__(
+        self, begin: BeginRequest, *, epoch: int, rank: int, device: torch.device, progress: ProgressWriter
+    ) -> None:
+        self.begin = begin
+        self.epoch = epoch
+        self._rank = rank
+        self._device = device
+        self._progress = progress
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._session: ReloadSession | None = None
+        self._buffer: torch.Tensor | None = None
+        self._landed: set[str] = set()
+        self._stopped = threading.Event()
+        self._transport: Receiver | None = None
+        if begin.transport.name != "http":
+            plane_rank = begin.transport.rank_offset + rank
+            # Gloo moves host memory; landing then copies to the device.
+            self._wire_device = device if begin.transport.name == "nccl" else torch.device("cpu")
+            self._transport = CollectiveReceiver(begin.transport, rank=plane_rank, device=self._wire_device)
+        self._thread = threading.Thread(target=self._run, name=f"weightpush-receive-{epoch}", daemon=True)
+
+    # Called from the worker's main thread
+
+    def connect(self) -> None:
+        """Start the thread; it joins the rendezvous at once and says so in the shared record."""
+        self._thread.start()
+
+    def attach(self, session: ReloadSession) -> None:
+        """Land what comes from now on into ``session``."""
+        self._session = session
+
+    @property
+    def session(self) -> ReloadSession:
+        """The open model. Raises ``WeightPushError`` (``internal``) before ``attach``."""
+        if self._session is None:
+            raise WeightPushError(ErrorCode.INTERNAL, "a bucket was announced before the model was opened")
+        return self._session
+
+    def expect(self, bucket: int, digests: dict[str, str], spool: Path | None = None) -> None:
+        """Announce the next bucket. Returns at once."""
+        self._jobs.put(_Job(bucket, digests, spool))
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread and its transport. Safe to call twice and from any thread."""
+        self._stopped.set()
+        self._jobs.put(None)
+        if self._transport is not None:
+            self._transport.abort()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        self._buffer = None
+
+    # The thread
+
+    def _run(self) -> None:
+        where: dict[str, object] = {"worker_rank": self._rank}
+        try:
+            if self._transport is not None:
+                self._transport.open(self.begin.deadlines.rendezvous_s)
+            self._progress.update(epoch=self.epoch, connected=True)
+            while (job := self._jobs.get()) is not None and not self._stopped.is_set():
+                where["bucket"] = job.bucket
+                self._take(job)
+        except WeightPushError as error:
+            error.details.update(where)
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - whatever broke this thread must reach the trainer by name
+            details = {**where, "exception": type(error).__name__}
+            message = f"worker {self._rank} could not take a bucket: {type(error).__name__}: {error}"
+            self._fail(WeightPushError(ErrorCode.LANDING_FAILED, message, details=details))
+        finally:
+            if self._transport is not None:
+                self._transport.close()
+
+    def _fail(self, error: WeightPushError) -> None:
+        if self._stopped.is_set():
+            return  # Ended on purpose; the reason is already on record.
+        if self._transport is not None:
+            self._transport.abort()
+        self._progress.update(epoch=self.epoch, error=error.body().error)
+
+    def _take(self, job: _Job) -> None:
+        buffer, entries, digests = self._read_spool(job) if job.spool is not None else self._receive(job)
+        for spec, offset in entries:
+            self._check_digest(spec, buffer[offset : offset + spec.nbytes], digests.get(spec.name))
+        self.session.land((spec.name, view_tensor(buffer, offset, spec)) for spec, offset in entries)
+        self._landed.update(spec.name for spec, _ in entries)
+        self._progress.advance(
+            epoch=self.epoch,
+            buckets=1,
+            tensors=len(entries),
+            bytes=sum(spec.nbytes for spec, _ in entries),
+        )
+
+    def _receive(self, job: _Job) -> tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]:
+        assert self._transport is not None  # A collective job is only made for a collective transport.
+        manifest = self.begin.manifest
+        if self._buffer is None:
+            largest = max(bucket.nbytes for bucket in manifest.buckets)
+            self._buffer = torch.empty(largest, dtype=torch.uint8, device=self._wire_device)
+        buffer = self._buffer[: manifest.buckets[job.bucket].nbytes]
+        self._transport.receive(job.bucket, buffer, self.begin.deadlines.bucket_s)
+        return buffer, manifest.bucket_tensors(job.bucket), job.digests
+
+    def _read_spool(self, job: _Job) -> tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]:
+        assert job.spool is not None
+        size = job.spool.stat().st_size
+        raw = torch.from_file(str(job.spool), shared=True, size=size, dtype=torch.uint8)
+        header = parse_header(memoryview(raw.numpy()), total_bytes=size)
+        number, digests = digests_from_metadata(header.metadata)
+        if number is not None and number != job.bucket:
+            message = f"bucket {number} came where bucket {job.bucket} was expected"
+            raise WeightPushError(ErrorCode.BUCKET_OUT_OF_ORDER, message)
+        entries = [(spec, header.data_start + offset) for spec, offset in header.entries]
+        self._check_entries(job.bucket, [spec for spec, _ in entries])
+        buffer = raw if self._device.type == "cpu" else raw.to(self._device)
+        return buffer, entries, digests
+
+    def _check_entries(self, number: int, specs: list[TensorSpec]) -> None:
+        """Compare what a body holds with what the manifest promised."""
+        manifest = self.begin.manifest
+        promised = {spec.name: spec for spec in self._promised(number)}
+        for spec in specs:
+            wanted = promised.pop(spec.name, None)
+            if spec.name in self._landed:
+                raise _mismatch(ErrorCode.BUCKET_OUT_OF_ORDER, number, spec.name, "has already landed")
+            if wanted is None:
+                raise _mismatch(ErrorCode.BUCKET_MISMATCH, number, spec.name, "does not belong here")
+            if (wanted.dtype, wanted.shape) != (spec.dtype, spec.shape):
+                text = f"is {spec.dtype} {list(spec.shape)}, the manifest says {wanted.dtype} {list(wanted.shape)}"
+                raise _mismatch(ErrorCode.BUCKET_MISMATCH, number, spec.name, text)
+        if manifest.buckets and promised:
+            raise _mismatch(ErrorCode.BUCKET_MISMATCH, number, next(iter(promised)), "is missing from it")
+
+    def _promised(self, number: int) -> Iterator[TensorSpec]:
+        manifest = self.begin.manifest
+        if not manifest.buckets:  # Bodies of the sender's own cut.
+            yield from manifest.tensors
+            return
+        for spec, _ in manifest.bucket_tensors(number):
+            yield spec
+
+    def _check_digest(self, spec: TensorSpec, raw: torch.Tensor, expected: str | None) -> None:
+        if self.begin.digest is DigestKind.NONE:
+            return
+        if expected is None:
+            message = f"no digest came with {spec.name!r}; send digests, or begin with digest 'none'"
+            raise WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details={"tensor": spec.name})
+        found = tensor_digest(raw)
+        if found != expected:
+            message = f"{spec.name!r} arrived changed: digest {found}, the trainer says {expected}"
+            details = {"tensor": spec.name, "expected": expected, "given": found}
+            raise WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details=details)
+
+
+def _mismatch(code: ErrorCode, bucket: int, name: str, what: str) -> WeightPushError:
+    return WeightPushError(code, f"bucket {bucket}: {name!r} {what}", details={"tensor": name, "bucket": bucket})

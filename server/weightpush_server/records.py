@@ -1,0 +1,284 @@
+"""What the processes of one server tell each other through the shared state file."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+from pydantic import AwareDatetime, BaseModel, Field
+
+from weightpush_protocol import PROTOCOL_VERSION
+from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
+from weightpush_protocol.messages import (
+    BeginAnswer,
+    Deadlines,
+    DigestKind,
+    FinishAnswer,
+    InFlight,
+    LastError,
+    LastUpdate,
+    Status,
+    UpdateMode,
+    UpdateStatus,
+    WorkerStatus,
+    utc_now,
+)
+from weightpush_protocol.state import Event, Phase, ServerState, next_state
+
+#: How many ended updates are remembered, so that a repeated call learns how its update ended.
+_REMEMBERED = 8
+
+
+class UpdateRecord(BaseModel):
+    """The running update. Times without a date are ``time.monotonic``, which all processes of a host share."""
+
+    update_id: str
+    epoch: int
+    manifest_digest: str
+    mode: UpdateMode
+    phase: Phase = Phase.CHECKING
+    origin: ServerState
+    weight_version: str
+    transport: str
+    in_flight: InFlight
+    digest: DigestKind
+    deadlines: Deadlines
+    tensors_total: int
+    bytes_total: int
+    buckets_total: int
+    buckets_announced: int = 0
+    #: Key of the last call that announced a bucket: the same call again is a retry, another one is a mistake.
+    last_call_id: str | None = None
+    started_at: AwareDatetime = Field(default_factory=utc_now)
+    started: float = Field(default_factory=time.monotonic)
+    phase_since: float = Field(default_factory=time.monotonic)
+    phase_seconds: dict[str, float] = Field(default_factory=dict)
+    lease_renewed: float = Field(default_factory=time.monotonic)
+    gate_closed: float | None = None
+    #: Whether the model may have been changed: decides where a failure ends.
+    written: bool = False
+    #: API processes end the requests that they still carry for this update.
+    evict: bool = False
+    begin_answer: BeginAnswer | None = None
+    finishing: bool = False
+    #: Set when the update is lost: nobody goes on with it while its failure is being carried out.
+    failure: ErrorDetail | None = None
+
+    def enter(self, phase: Phase) -> None:
+        """Go on to ``phase`` and book the time that the last one took, in seconds."""
+        now = time.monotonic()
+        spent = self.phase_seconds.get(self.phase.value, 0.0) + now - self.phase_since
+        self.phase_seconds[self.phase.value] = round(spent, 6)
+        self.phase, self.phase_since, self.lease_renewed = phase, now, now
+
+
+class EndedUpdate(BaseModel):
+    """How an earlier update ended: committed with an answer, or failed with an error."""
+
+    update_id: str
+    epoch: int
+    answer: FinishAnswer | None = None
+    error: ErrorDetail | None = None
+
+
+class ControlRecord(BaseModel):
+    """State of the server. Its methods are the only places where the state changes."""
+
+    instance_id: str
+    state: ServerState = ServerState.SERVING
+    weight_version: str
+    previous_version: str | None = None
+    epoch: int = 0
+    #: Epoch of the last committed update that let requests go on across it (``in_flight: keep``).
+    kept_epoch: int = 0
+    fingerprint: str | None = None
+    update: UpdateRecord | None = None
+    last_error: LastError | None = None
+    last_update: LastUpdate | None = None
+    ended: list[EndedUpdate] = Field(default_factory=list)
+
+    @property
+    def gate_open(self) -> bool:
+        """Whether generation routes may answer."""
+        return self.state.serving
+
+    def apply(self, event: Event) -> None:
+        """Move to the next state. Raises ``IllegalTransitionError`` where the table has no such row."""
+        origin = self.update.origin if self.update is not None else self.state
+        self.state = next_state(self.state, event, origin=origin)
+
+    def active(self, update_id: str, epoch: int | None = None) -> UpdateRecord:
+        """Return the running update if it is this one.
+
+        Raises:
+            WeightPushError: ``stale_update`` for an update that is not known or was committed, ``update_failed`` for
+                one that has failed, with its cause.
+        """
+        update = self.update
+        if update is not None and update.update_id == update_id:
+            if epoch is not None and epoch != update.epoch:
+                raise self._stale(update_id, f"its epoch is {update.epoch}, not {epoch}")
+            if update.failure is not None:
+                raise self._failed(update_id, update.failure)
+            return update
+        ended = self.find_ended(update_id)
+        if ended is None:
+            raise self._stale(update_id, "this server does not know it")
+        if ended.error is None:
+            raise self._stale(update_id, "it was committed")
+        raise self._failed(update_id, ended.error)
+
+    def find_ended(self, update_id: str) -> EndedUpdate | None:
+        """Return how an earlier update ended, if it is still remembered."""
+        return next((ended for ended in self.ended if ended.update_id == update_id), None)
+
+    def _failed(self, update_id: str, cause: ErrorDetail) -> WeightPushError:
+        return WeightPushError(
+            ErrorCode.UPDATE_FAILED,
+            f"update {update_id} has failed: {cause.message}",
+            details={"cause": cause.model_dump(mode="json")},
+            update_id=update_id,
+            state=self.state,
+        )
+
+    def _stale(self, update_id: str, why: str) -> WeightPushError:
+        running = self.update.update_id if self.update is not None else None
+        return WeightPushError(
+            ErrorCode.STALE_UPDATE,
+            f"update {update_id} is not running: {why}",
+            details={"running": running},
+            update_id=update_id,
+            state=self.state,
+        )
+
+    def close_gate(self) -> None:
+        """Leave the origin for ``UPDATING``: from here on generation routes answer 503."""
+        update = self._running()
+        self.apply(Event.BEGIN_DIRECT)
+        update.gate_closed = time.monotonic()
+
+    def commit(self, *, fingerprint: str, tensors: int) -> FinishAnswer:
+        """Open the gate with the new version and forget the update."""
+        update = self._running()
+        update.enter(update.phase)
+        now = time.monotonic()
+        answer = FinishAnswer(
+            update_id=update.update_id,
+            weight_version=update.weight_version,
+            fingerprint=fingerprint,
+            tensors=tensors,
+            bytes=update.bytes_total,
+            seconds=now - update.started,
+            pause_seconds=now - update.gate_closed if update.gate_closed is not None else 0.0,
+        )
+        self.last_update = LastUpdate(
+            **answer.model_dump(
+                include={"update_id", "weight_version", "tensors", "bytes", "seconds", "pause_seconds"}
+            ),
+            mode=update.mode,
+            transport=update.transport,
+            digest=update.digest,
+            phase_seconds=update.phase_seconds,
+            finished_at=utc_now(),
+        )
+        self.last_error = None
+        self.apply(Event.COMMIT)
+        self._end(EndedUpdate(update_id=update.update_id, epoch=update.epoch, answer=answer))
+        return answer
+
+    def publish(self, *, fingerprint: str) -> None:
+        """Make the new version the one that answers are labelled with. The gate is still closed."""
+        update = self._running()
+        self.previous_version, self.weight_version = self.weight_version, update.weight_version
+        self.fingerprint = fingerprint
+        if update.in_flight is InFlight.KEEP:
+            self.kept_epoch = update.epoch
+
+    def fail(self, error: WeightPushError) -> UpdateRecord:
+        """End the running update with ``error``: back to its origin, or ``FAILED`` if it may have written."""
+        update = self._running()
+        details = dict(error.details)
+        if update.origin is ServerState.FAILED and self.last_error is not None:
+            # The server is down for the reason of before; this one only says why it could not be repaired.
+            details.setdefault("failed_before", self.last_error.model_dump(mode="json", exclude={"details"}))
+        if self.state not in (update.origin, ServerState.FAILED):
+            self.apply(Event.FAIL_WRITTEN if update.written else Event.FAIL_UNTOUCHED)
+        if self.state is not ServerState.SERVING:
+            self.fingerprint = None
+        self.last_error = LastError(
+            code=error.code,
+            message=error.message,
+            phase=update.phase,
+            update_id=update.update_id,
+            at=utc_now(),
+            details=details,
+        )
+        detail = error.body().error.model_copy(update={"update_id": update.update_id, "state": self.state})
+        self._end(EndedUpdate(update_id=update.update_id, epoch=update.epoch, error=detail))
+        return update
+
+    def _running(self) -> UpdateRecord:
+        if self.update is None:
+            raise RuntimeError("no update is running")
+        return self.update
+
+    def _end(self, ended: EndedUpdate) -> None:
+        self.update = None
+        self.ended = [*self.ended, ended][-_REMEMBERED:]
+
+
+class WorkerRecord(BaseModel):
+    """What one worker says of itself: who it is, and how far it is with update ``epoch``."""
+
+    rank: int
+    pid: int
+    device: str
+    transports: list[str] = Field(default_factory=list)
+    weight_version: str
+    tainted: bool = False
+    epoch: int = 0
+    connected: bool = False
+    buckets_done: int = 0
+    tensors_done: int = 0
+    bytes_done: int = 0
+    progress_at: float = 0.0
+    error: ErrorDetail | None = None
+
+
+def build_status(control: ControlRecord, workers: list[WorkerRecord]) -> Status:
+    """Assemble the public status. Progress of an update is that of its slowest worker."""
+    update = control.update
+    return Status(
+        protocol=PROTOCOL_VERSION,
+        instance_id=control.instance_id,
+        state=control.state,
+        serving=control.state.serving,
+        weight_version=control.weight_version,
+        previous_version=control.previous_version,
+        update=_update_status(update, workers) if update is not None else None,
+        last_error=control.last_error,
+        last_update=control.last_update,
+        fingerprint=control.fingerprint,
+        workers=[
+            WorkerStatus(**worker.model_dump(exclude={"epoch", "error", "connected", "progress_at"}))
+            for worker in workers
+        ],
+    )
+
+
+def _update_status(update: UpdateRecord, workers: list[WorkerRecord]) -> UpdateStatus:
+    slowest: dict[str, Any] = {}
+    taking_part = [worker for worker in workers if worker.epoch == update.epoch]
+    if taking_part:
+        worker = min(taking_part, key=lambda worker: (worker.buckets_done, worker.bytes_done))
+        slowest = worker.model_dump(include={"buckets_done", "tensors_done", "bytes_done"})
+    lease_left = timedelta(seconds=update.lease_renewed + update.deadlines.lease_s - time.monotonic())
+    return UpdateStatus(
+        **update.model_dump(
+            include={"update_id", "epoch", "mode", "phase", "weight_version", "transport", "in_flight", "digest"}
+            | {"tensors_total", "bytes_total", "buckets_total", "started_at"}
+        ),
+        **slowest,
+        lease_expires_at=utc_now() + lease_left,
+    )

@@ -1,0 +1,108 @@
+"""What must not change from one update to the next: names, shapes, dtypes and strides of all registered tensors and,
+on a GPU, the address of everything that a captured CUDA graph may read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_server.reload.fingerprint import tensor_objects
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What a tensor looks like from outside. Strides in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorFacts:
+        """Describe ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} strides {list(self.stride)} on {self.device}"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The facts of all registered tensors by name, and the tensors whose addresses are pinned by their path."""
+
+    facts: dict[str, TensorFacts]
+    pinned: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, *, pin_devices: frozenset[str] = frozenset({"cuda"})) -> Contract:
+        """Describe ``model`` as it is now. Tensors on ``pin_devices`` (device types) keep their addresses.
+
+        On a CPU nothing is pinned: native kernels keep raw pointers into the tensors that built them, and writing into
+        older ones would tear the two apart.
+        """
+        return cls(
+            facts={name: TensorFacts.of(tensor) for name, tensor in registered(model).items()},
+            # Detached: a pinned alias must not change when post-load processing rebinds the object's data.
+            pinned={
+                path: tensor.detach() for path, tensor in tensor_objects(model) if tensor.device.type in pin_devices
+            },
+        )
+
+    def write_back(self, model: nn.Module) -> int:
+        """Bring every pinned tensor that moved back to its address, with its new content; return how many moved.
+
+        Raises:
+            WeightPushError: PROOF_FAILED where a pinned tensor is gone, has another layout, or shares its old address
+                with one whose content is now another (weights that were tied and no longer are).
+        """
+        now = dict(tensor_objects(model))
+        occupied: dict[int, tuple[str, int]] = {}
+        moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for path, old in self.pinned.items():
+            new = now.get(path)
+            if new is None or TensorFacts.of(new) != TensorFacts.of(old):
+                found = TensorFacts.of(new) if new is not None else "nothing"
+                raise _broken(path, f"expected {TensorFacts.of(old)} at its old address, found {found}")
+            owner, source = occupied.setdefault(old.data_ptr(), (path, new.data_ptr()))
+            if source != new.data_ptr() and old.numel():
+                raise _broken(path, f"it shared its address with {owner!r}, and the two differ now")
+            if new.data_ptr() != old.data_ptr():
+                moves.append((new, old))
+        with torch.no_grad():
+            for new, old in moves:
+                old.copy_(new)
+                new.data = old
+        return len(moves)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise PROOF_FAILED for the first registered tensor that appeared, vanished or changed its layout."""
+        now = registered(model)
+        for name in sorted(self.facts.keys() | now.keys()):
+            expected = self.facts.get(name)
+            found = TensorFacts.of(now[name]) if name in now else None
+            if expected != found:
+                raise _broken(name, f"expected {expected or 'nothing'}, found {found or 'nothing'}")
+        for path, old in self.pinned.items():
+            if path in now and now[path].data_ptr() != old.data_ptr():
+                raise _broken(path, "its address moved")
+
+
+def registered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers by name; a shared one under each of its names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _broken(name: str, what: str) -> WeightPushError:
+    return WeightPushError(
+        ErrorCode.PROOF_FAILED,
+        f"tensor {name!r} is not as before the update: {what}. Restart the server on the new checkpoint.",
+        details={"tensor": name},
+    )

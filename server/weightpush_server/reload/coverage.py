@@ -1,0 +1,145 @@
+"""Which bytes were written: an observer of tensor writes, and sets of byte ranges to compare.
+
+Names say what a trainer sent; only the writes say what became of it. A cold start is watched once, every push is
+watched again, and a push that leaves out a byte that the cold start wrote is not complete, whatever its names say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightpush_server.reload.storage import StorageRef, byte_range, storage_id
+
+#: Operators after which every element of their first argument holds a new value that does not depend on the old one.
+#: An operator that is not listed (``index_put_``, ``mul_``) counts as no write: then the bytes of before are kept.
+_OVERWRITES: Final = frozenset(
+    {"aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::random_"}
+)
+#: Pending ranges beyond this number are merged at once, to bound memory.
+_MERGE_AT: Final = 4096
+
+
+def covered_ranges(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of its storage that ``tensor`` covers: int64 ``[runs, 2]``, half open."""
+    if tensor.numel() == 0:
+        return torch.empty(0, 2, dtype=torch.int64, device="cpu")
+    itemsize = tensor.element_size()
+    run = itemsize
+    starts = torch.full((1,), byte_range(tensor)[0], dtype=torch.int64, device="cpu")
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1 or step == 0:
+            continue
+        if len(starts) == 1 and step * itemsize == run:
+            run *= size
+        else:
+            steps = torch.arange(size, dtype=torch.int64, device="cpu") * (step * itemsize)
+            starts = (starts[:, None] + steps).flatten()
+    return torch.stack([starts, starts + run], dim=1)
+
+
+class ByteRanges:
+    """A set of bytes as half-open ranges."""
+
+    def __init__(self, ranges: Sequence[tuple[int, int]] = ()) -> None:
+        self._pending = [torch.tensor(ranges, dtype=torch.int64, device="cpu").reshape(-1, 2)]
+        self._pending_runs = 0
+
+    def add(self, ranges: torch.Tensor) -> None:
+        """Add int64 ``[n, 2]`` ranges, which may overlap."""
+        self._pending.append(ranges)
+        self._pending_runs += len(ranges)
+        if self._pending_runs > _MERGE_AT:
+            self.merged()
+
+    def merged(self) -> torch.Tensor:
+        """Return the set as int64 ``[n, 2]``: sorted, disjoint, not touching, none empty."""
+        if len(self._pending) > 1 or self._pending_runs:
+            self._pending = [_merge(torch.cat(self._pending))]
+            self._pending_runs = 0
+        return self._pending[0]
+
+    def within(self, start: int, end: int) -> ByteRanges:
+        """Return the part between bytes ``start`` and ``end``, counted from ``start``."""
+        part = self.merged().clamp(start, end) - start
+        result = ByteRanges()
+        result.add(part[part[:, 1] > part[:, 0]])
+        return result
+
+    def first_missing(self, wanted: ByteRanges) -> int | None:
+        """Return the first byte of ``wanted`` that is not in this set, or None."""
+        have = self.merged()
+        for start, end in wanted.merged().tolist():
+            index = int(torch.searchsorted(have[:, 0].contiguous(), start, right=True)) - 1
+            held = int(have[index, 1]) if index >= 0 else int(start)
+            if held < end:
+                return max(int(start), held)
+        return None
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter([(start, end) for start, end in self.merged().tolist()])
+
+    def __len__(self) -> int:
+        return int((self.merged()[:, 1] - self.merged()[:, 0]).sum())
+
+
+def _merge(ranges: torch.Tensor) -> torch.Tensor:
+    ranges = ranges[ranges[:, 1] > ranges[:, 0]]
+    if len(ranges) < 2:
+        return ranges
+    ranges = ranges[ranges[:, 0].argsort()]
+    ends = ranges[:, 1].cummax(0).values
+    first = torch.ones(len(ranges), dtype=torch.bool, device="cpu")
+    first[1:] = ranges[1:, 0] > ends[:-1]
+    last = first.roll(-1)
+    return torch.stack([ranges[first, 0], ends[last]], dim=1)
+
+
+@dataclass
+class _Written:
+    storage: StorageRef
+    ranges: ByteRanges = field(default_factory=ByteRanges)
+
+
+class WriteLog:
+    """Byte ranges written, per storage. A storage is known by its identity, not its address, which comes back."""
+
+    def __init__(self) -> None:
+        self._of_storage: dict[int, _Written] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Note that every element of ``tensor`` was overwritten."""
+        written = self._of_storage.get(storage_id(tensor))
+        if written is None:
+            reference = StorageRef(tensor.untyped_storage())
+            written = self._of_storage[reference.id] = _Written(reference)
+        written.ranges.add(covered_ranges(tensor))
+
+    def ranges(self, storage: torch.UntypedStorage) -> ByteRanges:
+        """Return what was written to ``storage``, in bytes from its start."""
+        written = self._of_storage.get(storage._cdata)
+        return written.ranges if written is not None else ByteRanges()
+
+    def forget_dead(self) -> None:
+        """Drop the storages that are gone: temporaries of the loaders."""
+        self._of_storage = {key: written for key, written in self._of_storage.items() if written.storage.alive}
+
+
+class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """While entered, notes in ``log`` what this thread's operators overwrite. Other threads are not seen."""
+
+    def __init__(self, log: WriteLog) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._log = log
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in _OVERWRITES and not args[0].is_meta:
+            self._log.add(args[0])
+        return result

@@ -1,0 +1,84 @@
+"""What post-load processing changed on modules and their helpers, and how to take it back before it runs again.
+
+Processing is written to run once. It leaves flags ("already done"), kernels and packed copies behind that make a second
+run skip or reuse work: the MoE methods skip prepacking once they own a kernel, with weights of the right shape and
+wrong content as the result. Instead of knowing every such guard by name, this compares the attributes of before and
+after the first run, and puts the former back, so that each later run starts where the first one did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from torch import nn
+
+from weightpush_server.reload.fingerprint import LAYOUT_ATTRIBUTE, MODULE_INTERNALS
+
+_ABSENT: Final = object()
+#: Helpers of helpers (a method's scheme, the scheme's kernel) are followed this far.
+_DEPTH: Final = 3
+
+
+def _helpers(owner: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """Yield the objects below ``owner`` that take part in post-load processing: methods, schemes, implementations."""
+    for value in list(vars(owner).values()):
+        if (
+            not isinstance(value, (nn.Module, type))
+            and hasattr(value, "__dict__")
+            and callable(getattr(type(value), "process_weights_after_loading", None))
+        ):
+            yield value
+            if depth > 1:
+                yield from _helpers(value, depth - 1)
+
+
+class AttributeJournal:
+    """The plain attributes that the first post-load processing changed, with their values of before.
+
+    Make it before the processing, call :meth:`close` after it, and :meth:`undo` before each repetition.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        owners: dict[int, Any] = {}
+        for module in model.modules():
+            owners[id(module)] = module
+            owners.update((id(helper), helper) for helper in _helpers(module))
+        self._before: list[tuple[Any, dict[str, Any]]] = [(owner, _attributes(owner)) for owner in owners.values()]
+        self._changed: list[tuple[Any, dict[str, Any]]] = []
+
+    def close(self) -> None:
+        """Compare with the attributes of now; keep only the differences."""
+        for owner, before in self._before:
+            after = _attributes(owner)
+            changed = {
+                key: before.get(key, _ABSENT)
+                for key in before.keys() | after.keys()
+                if before.get(key, _ABSENT) is not after.get(key, _ABSENT)
+            }
+            if changed:
+                self._changed.append((owner, changed))
+        self._before = []
+
+    def undo(self) -> None:
+        """Put the attributes back as they were before the first processing. May be repeated."""
+        for owner, changed in self._changed:
+            # Written past __setattr__: it would register tensors, and refuse names that are parameters by now.
+            for key, value in changed.items():
+                if value is _ABSENT:
+                    vars(owner).pop(key, None)
+                else:
+                    vars(owner)[key] = value
+
+    def changed(self) -> Iterator[tuple[Any, str]]:
+        """Yield ``(owner, attribute name)`` of every change."""
+        for owner, changed in self._changed:
+            yield from ((owner, key) for key in changed)
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    attributes = dict(vars(owner))
+    if isinstance(owner, nn.Module):
+        for key in (*MODULE_INTERNALS, LAYOUT_ATTRIBUTE):
+            attributes.pop(key, None)
+    return attributes

@@ -1,0 +1,208 @@
+"""Writing received tensors into an opened model, and keeping account of what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.manifest import NAMED_OFFENDERS, ManifestProblem, ProblemKind, TensorSpec, compare_manifest
+from weightpush_server.reload.contexts import loading_context
+from weightpush_server.reload.coverage import WriteLog, WriteRecorder
+from weightpush_server.reload.layout import ModelLayout
+from weightpush_server.reload.opening import Opened, find_places, unwritten
+
+
+class ReloadSession:
+    """One update of one model, from the opening to the proof.
+
+    ``land`` may be called from another thread than the one that opened the model, one call at a time, with the engine
+    idle. After an error the session is over: the model stays open, and only a new, complete one repairs it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        *,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        opened: Opened,
+        poisoned: bool,
+    ) -> None:
+        assert layout.checkpoint is not None
+        self.model = model
+        self.layout = layout
+        self.vllm_config = vllm_config
+        self.device = device
+        self.opened = opened
+        self.poisoned = poisoned
+        self.nbytes = 0
+        self._expected = {spec.name: spec for spec in layout.checkpoint}
+        self._landed: set[str] = set()
+        self._writes = WriteLog()
+        self._head_digest: str | None = None
+        self._error: WeightPushError | None = None
+
+    @property
+    def landed(self) -> frozenset[str]:
+        """Names of the tensors that have landed."""
+        return frozenset(self._landed)
+
+    def land(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write checkpoint tensors into the model. The tensors may be reused once this returns.
+
+        Raises:
+            WeightPushError: LANDING_FAILED, naming the tensor that was being loaded: it is unknown, came twice, has
+                another shape or dtype than the checkpoint, or the model's loader raised. The session is over then.
+        """
+        if self._error is not None:
+            raise self._error
+        stream = _Stream(self, tensors)
+        try:
+            with loading_context(self.vllm_config, self.device), WriteRecorder(self._writes):
+                cast(Callable[..., Any], self.model.load_weights)(stream)
+                self._own_storage(stream.storages)
+        except WeightPushError as error:
+            self._error = error
+            raise
+        except Exception as error:
+            self._error = _failed(stream.current, f"the model's loader raised {type(error).__name__}: {error}", error)
+            raise self._error from error
+        self._writes.forget_dead()
+
+    def accept(self, name: str, tensor: torch.Tensor) -> bool:
+        """Check one tensor against the checkpoint and count it; return whether the model's loader is to have it.
+
+        Raises:
+            WeightPushError: LANDING_FAILED, see :meth:`land`.
+        """
+        if name in self._landed:
+            raise _failed(name, "it arrived twice")
+        optional = self.layout.optional.get(name)
+        expected = optional or self._expected.get(name)
+        if expected is None:
+            raise _failed(name, "the checkpoint that this model was loaded from has no tensor of that name")
+        try:
+            given = TensorSpec.of(name, tensor)
+        except ValueError as error:
+            raise _failed(name, str(error), error) from error
+        problems = compare_manifest([expected], [given])
+        if problems:
+            raise _failed(name, f"expected {problems[0].expected}, given {problems[0].given}")
+        self._landed.add(name)
+        self.nbytes += given.nbytes
+        if optional is None:
+            return True
+        head = self.layout.tied_head
+        if head is not None and head.must_equal:
+            self._head_digest = head.offered_digest(tensor)
+        return False
+
+    def _own_storage(self, received: set[int]) -> None:
+        """Give weights that a loader made out of a received tensor, instead of copying it, storage of their own."""
+        for group in self.layout.groups:
+            for member in group.members:
+                for slot in member.slots:
+                    tensor = slot.get()
+                    if tensor is not None and not tensor.is_meta and tensor.untyped_storage()._cdata in received:
+                        tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+
+    def prove_landed(self) -> None:
+        """Check that everything a cold start writes has been written.
+
+        Raises:
+            WeightPushError: PROOF_FAILED, naming the first tensor or weight that is missing, or the first weight with
+                poison left in it; or the error that ended this session.
+        """
+        if self._error is not None:
+            raise self._error
+        self._prove_names()
+        places = find_places(self.layout.groups)
+        for group, place in zip(self.layout.groups, places, strict=True):
+            if not len(group.required):
+                continue
+            if place is None:
+                raise _unproven(group.name, "the model's loader replaced it by something of another layout")
+            name = unwritten(group, place, self._writes.ranges(place.storage))
+            if name is not None:
+                raise _unproven(name, "not all of it was written, although every tensor of the checkpoint arrived")
+        if self.poisoned:
+            self._prove_no_poison()
+        head = self.layout.tied_head
+        if head is not None and self._head_digest not in (None, head.landed_digest()):
+            raise _unproven(
+                head.spec.name,
+                "it differs from the embedding that this model's output head is tied to; push equal tensors, or start "
+                "the server on a checkpoint that holds both",
+            )
+
+    def _prove_names(self) -> None:
+        optional = self.layout.optional
+        missing = [name for name in self._expected if name not in self._landed and name not in optional]
+        if missing:
+            problems = [
+                ManifestProblem(kind=ProblemKind.MISSING, name=name).model_dump(mode="json")
+                for name in missing[:NAMED_OFFENDERS]
+            ]
+            raise WeightPushError(
+                ErrorCode.PROOF_FAILED,
+                f"tensor {missing[0]!r} never arrived ({len(missing)} of {len(self._expected)} missing). "
+                "Push the complete checkpoint",
+                details={"tensor": missing[0], "missing": len(missing), "problems": problems},
+            )
+
+    def _prove_no_poison(self) -> None:
+        for name, tensor in self.model.named_parameters():
+            if tensor.is_floating_point() and tensor.float().isnan().any():
+                raise _unproven(name, "it holds NaN after a landing onto NaN")
+
+    def learn_required(self) -> None:
+        """After dummy weights: what this complete push wrote is what every later one must write."""
+        for group, place in zip(self.layout.groups, find_places(self.layout.groups), strict=True):
+            if place is None:
+                continue
+            group.required = self._writes.ranges(place.storage).within(place.start, place.end)
+            if len(group.required) == group.nbytes:
+                group.kept = None
+        self.layout.from_dummy = False
+
+
+class _Stream:
+    """The tensors as the model's loader reads them: checked one by one, and with the name of the current one."""
+
+    def __init__(self, session: ReloadSession, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._session = session
+        self._tensors = tensors
+        self.current: str | None = None
+        self.storages: set[int] = set()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors:
+            self.current = name
+            if self._session.accept(name, tensor):
+                self.storages.add(tensor.untyped_storage()._cdata)
+                yield name, tensor
+
+
+def _failed(name: str | None, reason: str, cause: BaseException | None = None) -> WeightPushError:
+    subject = f"tensor {name!r}" if name is not None else "the first tensor"
+    return WeightPushError(
+        ErrorCode.LANDING_FAILED,
+        f"{subject} could not be loaded: {reason}. Push a complete checkpoint to repair the model",
+        details={
+            "tensor": name,
+            "error_type": type(cause).__name__ if cause is not None else None,
+            "error": str(cause) if cause is not None else reason,
+        },
+    )
+
+
+def _unproven(name: str, reason: str) -> WeightPushError:
+    return WeightPushError(
+        ErrorCode.PROOF_FAILED, f"{name!r} could not be proven right: {reason}", details={"tensor": name}
+    )

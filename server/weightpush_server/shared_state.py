@@ -1,0 +1,198 @@
+"""One small memory-mapped file that all processes of a server share: control record, gate counters, worker progress.
+
+A server has several API processes, engine cores and workers. An RPC to a worker is serial with token generation and
+cannot be used to look at a worker that sits in a collective, so whatever must be visible at any time lives here:
+
+* the *control record*: state, running update, versions. Written by any API process under a file lock.
+* one *gate counter* for each API process: requests that passed the gate and have not ended. One writer each.
+* one *progress slot* for each worker. One writer each.
+
+Readers take no lock: a slot carries a sequence number that is odd while it is written, and a checksum.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+from pydantic import BaseModel
+
+from weightpush_server.records import ControlRecord, WorkerRecord
+
+_MAGIC: Final = b"WPSTATE1"
+_FILE_HEADER: Final = struct.Struct("<8sII")  # magic, API processes, workers
+_SLOT_HEADER: Final = struct.Struct("<QII")  # sequence, length, CRC-32
+_COUNTER: Final = struct.Struct("<II")  # pid, requests in flight
+
+_CONTROL_BYTES: Final = 256 * 1024
+_WORKER_BYTES: Final = 16 * 1024
+_FILE_HEADER_BYTES: Final = 64
+MAX_API_PROCESSES: Final = 128
+
+_Record = TypeVar("_Record", bound=BaseModel)
+
+
+def _store(memory: mmap.mmap, offset: int, data: bytes) -> None:
+    # Never `pack_into`: it fills its target with zeros first, and readers in other processes would see them.
+    memory[offset : offset + len(data)] = data
+
+
+class _Slot(Generic[_Record]):
+    """A pydantic model in a fixed stretch of the file: many readers, one writer at a time."""
+
+    def __init__(self, memory: mmap.mmap, offset: int, size: int, model: type[_Record]) -> None:
+        self._memory = memory
+        self._offset = offset
+        self._size = size
+        self._model = model
+        self._cached: tuple[int, _Record] | None = None
+
+    def sequence(self) -> int:
+        """Return the number of the last write; it changes with every one."""
+        sequence: int = _SLOT_HEADER.unpack_from(self._memory, self._offset)[0]
+        return sequence
+
+    def read(self) -> _Record | None:
+        """Return the record, or ``None`` if the slot was never written. The result is shared: do not change it."""
+        while True:
+            sequence, length, checksum = _SLOT_HEADER.unpack_from(self._memory, self._offset)
+            if sequence == 0:
+                return None
+            if self._cached is not None and self._cached[0] == sequence:
+                return self._cached[1]
+            start = self._offset + _SLOT_HEADER.size
+            if sequence % 2 == 0 and length <= self._size - _SLOT_HEADER.size:
+                data = self._memory[start : start + length]
+                if zlib.crc32(data) == checksum and self.sequence() == sequence:
+                    record = self._model.model_validate_json(data)
+                    self._cached = (sequence, record)
+                    return record
+            time.sleep(0)  # A writer is at work; it needs microseconds.
+
+    def write(self, record: _Record) -> None:
+        """Replace the record.
+
+        Raises:
+            ValueError: its JSON is larger than the slot.
+        """
+        data = record.model_dump_json().encode()
+        if len(data) > self._size - _SLOT_HEADER.size:
+            raise ValueError(f"{self._model.__name__} of {len(data)} bytes does not fit its {self._size} byte slot")
+        sequence = self.sequence()
+        sequence += sequence % 2  # A writer that was killed half-way leaves an odd number behind.
+        _store(self._memory, self._offset, _SLOT_HEADER.pack(sequence + 1, 0, 0))
+        _store(self._memory, self._offset + _SLOT_HEADER.size, data)
+        _store(self._memory, self._offset, _SLOT_HEADER.pack(sequence + 2, len(data), zlib.crc32(data)))
+
+
+class SharedState:
+    """The mapped file. ``create`` it once in the parent, ``open`` it in every child."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("r+b")
+        self._memory = mmap.mmap(self._file.fileno(), 0)
+        magic, self._api_processes, self._workers = _FILE_HEADER.unpack_from(self._memory, 0)
+        if magic != _MAGIC:
+            raise ValueError(f"{path} is no weightpush state file")
+        self._control = _Slot(self._memory, _FILE_HEADER_BYTES, _CONTROL_BYTES, ControlRecord)
+        workers_at = _FILE_HEADER_BYTES + _CONTROL_BYTES + MAX_API_PROCESSES * _COUNTER.size
+        self._progress = [
+            _Slot(self._memory, workers_at + rank * _WORKER_BYTES, _WORKER_BYTES, WorkerRecord)
+            for rank in range(self._workers)
+        ]
+        self._lock_depth = 0
+
+    @classmethod
+    def create(cls, path: Path, *, workers: int, control: ControlRecord) -> SharedState:
+        """Make the file, readable by its owner alone, with its first control record."""
+        size = _FILE_HEADER_BYTES + _CONTROL_BYTES + MAX_API_PROCESSES * _COUNTER.size + workers * _WORKER_BYTES
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "r+b") as file:
+            file.truncate(size)
+            file.write(_FILE_HEADER.pack(_MAGIC, MAX_API_PROCESSES, workers))
+        state = cls(path)
+        state._control.write(control)
+        return state
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that this server was started with."""
+        return self._workers
+
+    # Control record
+
+    def sequence(self) -> int:
+        """Return a number that changes whenever the control record does."""
+        return self._control.sequence()
+
+    def control(self) -> ControlRecord:
+        """Return the control record as it is now. Shared: use ``transaction`` to change it."""
+        record = self._control.read()
+        if record is None:
+            raise RuntimeError(f"{self.path} has no control record")
+        return record
+
+    @contextmanager
+    def transaction(self) -> Iterator[ControlRecord]:
+        """Lend a copy of the control record under the file lock and write it back, unless the block raises.
+
+        The block must be short and must not await: every process of the server waits for the lock.
+        """
+        # flock belongs to the open file, so each transaction opens its own: two threads exclude each other as well.
+        with self.path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            draft = self.control().model_copy(deep=True)
+            yield draft
+            self._control.write(draft)
+
+    # Gate counters
+
+    def _counter_at(self, index: int) -> int:
+        return _FILE_HEADER_BYTES + _CONTROL_BYTES + index * _COUNTER.size
+
+    def claim_counter(self) -> int:
+        """Take a gate counter for this process and return its index.
+
+        Raises:
+            RuntimeError: more API processes than counters.
+        """
+        with self.path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for index in range(self._api_processes):
+                pid, _ = _COUNTER.unpack_from(self._memory, self._counter_at(index))
+                if pid == 0:
+                    self.set_in_flight(index, 0)
+                    return index
+        raise RuntimeError(f"more than {self._api_processes} API processes")
+
+    def set_in_flight(self, index: int, count: int) -> None:
+        """Publish how many requests of this process have passed the gate and not ended."""
+        _store(self._memory, self._counter_at(index), _COUNTER.pack(os.getpid(), count))
+
+    def in_flight(self) -> int:
+        """Return the requests that have passed the gate and not ended, over all API processes."""
+        counters = (_COUNTER.unpack_from(self._memory, self._counter_at(i)) for i in range(self._api_processes))
+        return sum(count for pid, count in counters if pid)
+
+    # Worker progress
+
+    def write_worker(self, record: WorkerRecord) -> None:
+        """Publish a worker's progress; called by that worker alone."""
+        self._progress[record.rank].write(record)
+
+    def worker(self, rank: int) -> WorkerRecord | None:
+        """Return what worker ``rank`` published last, or ``None`` before its first word."""
+        return self._progress[rank].read()
+
+    def worker_records(self) -> list[WorkerRecord]:
+        """Return what the workers published last, in rank order; those that said nothing yet are left out."""
+        return [record for slot in self._progress if (record := slot.read()) is not None]

@@ -1,0 +1,168 @@
+"""A vLLM engine in the test's own process, its model open to inspection, and what a cold start of it looks like."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_PLUGINS="",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+from safetensors.torch import load_file
+from vllm import LLM, SamplingParams
+from vllm.config import VllmConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from weightpush_server.loader import INNER_FORMAT_KEY, LOAD_FORMAT, register_loader
+from weightpush_server.reload import ReloadProof, finish_reload, start_reload
+from weightpush_server.reload.fingerprint import reachable_tensors
+
+PROMPTS = ("Hello, world", "0123456789", "The quick brown fox jumps over the lazy dog")
+CPU = torch.device("cpu")
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+@dataclass
+class Engine:
+    """An engine and its insides."""
+
+    llm: LLM
+    model: nn.Module
+    vllm_config: VllmConfig
+
+
+@contextmanager
+def engine(checkpoint: Path, *, inner_format: str = "auto", **options: Any) -> Iterator[Engine]:
+    """Run an engine on ``checkpoint`` in this process; one at a time."""
+    register_loader()
+    llm = LLM(
+        str(checkpoint),
+        load_format=LOAD_FORMAT,
+        model_loader_extra_config={INNER_FORMAT_KEY: inner_format},
+        **{
+            "enforce_eager": True,
+            "max_model_len": 128,
+            "max_num_seqs": 4,
+            "num_gpu_blocks_override": 32,
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+            **options,
+        },
+    )
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    try:
+        yield Engine(llm, worker.model_runner.get_model(), worker.vllm_config)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm, worker
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def read(checkpoint: Path) -> Tensors:
+    """Return the tensors of a checkpoint directory in name order."""
+    return sorted(load_file(checkpoint / "model.safetensors").items())
+
+
+def push(
+    engine: Engine, tensors: Tensors, *, cuts: Iterable[Tensors] | None = None, poison: bool = True
+) -> ReloadProof:
+    """Push ``tensors`` in one bucket, or in the buckets of ``cuts``.
+
+    Each bucket is landed from a buffer that is overwritten right afterwards, as a receiver's is.
+    """
+    session = start_reload(engine.model, vllm_config=engine.vllm_config, device=CPU, poison=poison)
+    for bucket in [tensors] if cuts is None else cuts:
+        buffer = [(name, tensor.clone()) for name, tensor in bucket]
+        session.land(iter(buffer))
+        for _, tensor in buffer:
+            tensor.view(torch.uint8).fill_(0xFF) if tensor.ndim else tensor.fill_(0)
+    return finish_reload(session)
+
+
+@dataclass
+class Snapshot:
+    """All that can be seen of a model: tensors by path, answers of packed layers, greedy tokens and logprobs."""
+
+    tensors: dict[str, torch.Tensor]
+    probes: dict[str, torch.Tensor]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+    def differing(self, other: Snapshot) -> list[str]:
+        """Name every tensor and probe that is not bit-equal in ``other``."""
+        mine, theirs = {**self.tensors, **self.probes}, {**other.tensors, **other.probes}
+        return sorted(
+            name
+            for name in mine.keys() | theirs.keys()
+            if name not in mine or name not in theirs or not bit_equal(mine[name], theirs[name])
+        )
+
+
+def bit_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Compare dtype, shape, strides and bits."""
+    same = (first.dtype, first.shape, first.stride()) == (second.dtype, second.shape, second.stride())
+    return same and torch.equal(_bits(first), _bits(second))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def snapshot(engine: Engine) -> Snapshot:
+    """Look at everything."""
+    tokens, logprobs = generate(engine)
+    return Snapshot(
+        tensors={name: tensor.detach().clone() for name, tensor in reachable_tensors(engine.model)},
+        probes=dict(probe_layers(engine.model)),
+        tokens=tokens,
+        logprobs=logprobs,
+    )
+
+
+def generate(engine: Engine, max_tokens: int = 12) -> tuple[list[list[int]], list[list[float]]]:
+    """Return greedy tokens and their logprobs for the prompts."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=1, ignore_eos=True)
+    outputs = engine.llm.generate(list(PROMPTS), sampling, use_tqdm=False)
+    completions = [output.outputs[0] for output in outputs]
+    return (
+        [list(completion.token_ids) for completion in completions],
+        [
+            [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+            for completion in completions
+        ],
+    )
+
+
+@torch.inference_mode()
+def probe_layers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the answer of every linear layer and head to fixed noise: it shows what native handles have packed."""
+    for path, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if not isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)):
+            continue
+        if getattr(module, "cpu_linear", None) is None:
+            continue
+        width = getattr(module, "input_size_per_partition", None) or module.input_size
+        noise = torch.randn(3, width, generator=torch.Generator().manual_seed(width))
+        bias = getattr(module, "bias", None)
+        yield f"probe:{path}", method.apply(module, noise.to(torch.bfloat16), bias).clone()

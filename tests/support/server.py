@@ -1,0 +1,169 @@
+"""A real ``weightpush serve`` in a process group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+PLUGIN_FOLDER = Path(__file__).parent / "vllm_plugin"
+
+#: What makes vLLM on CPU start quickly and share two cores.
+CHEAP_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "WP_TEST_STEP_MS": "10",
+}
+CHEAP_ARGUMENTS = ("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "256", "--dtype", "bfloat16")
+START_TIMEOUT_S = 240
+
+
+def free_port() -> int:
+    """Return a TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """Start with ``start`` or ``with``; everything it started dies with ``stop``."""
+
+    def __init__(
+        self,
+        model: Path,
+        arguments: Sequence[str] = (),
+        *,
+        environment: dict[str, str] | None = None,
+        folder: Path,
+        token: str | None = None,
+        host: str = "127.0.0.1",
+        executor: str | None = "uni",
+    ) -> None:
+        self.model = model
+        self.port = free_port()
+        self.token = token
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self.port}"
+        self.log = folder / f"server-{self.port}.log"
+        self.fault_file = folder / f"faults-{self.port}.json"
+        self._command = [sys.executable, "-m", "weightpush_client", "serve", str(model)]
+        self._command += ["--host", host, "--port", str(self.port), *CHEAP_ARGUMENTS]
+        if executor is not None:
+            self._command += ["--distributed-executor-backend", executor]
+        self._command += arguments
+        path = os.pathsep.join(filter(None, [str(PLUGIN_FOLDER), os.environ.get("PYTHONPATH")]))
+        self._environment = {**os.environ, **CHEAP_ENVIRONMENT, "PYTHONPATH": path}
+        self._environment["WP_TEST_FAULT_FILE"] = str(self.fault_file)
+        if token is not None:
+            self._environment["WEIGHTPUSH_CONTROL_TOKEN"] = token
+        self._environment.update(environment or {})
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> ServerProcess:
+        """Launch without waiting."""
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        return self
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> ServerProcess:
+        """Wait until it serves."""
+        assert self._process is not None
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the server exited with {self._process.returncode}:\n{self.tail()}")
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/reload/status", trust_env=False, timeout=2).status_code == 200:
+                    return self
+            time.sleep(0.2)
+        raise TimeoutError(f"the server was not up after {timeout_s} s:\n{self.tail()}")
+
+    def wait_exit(self, timeout_s: float = START_TIMEOUT_S) -> int:
+        """Wait until it has ended and return its exit code."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def tail(self, lines: int = 60) -> str:
+        """Return the end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End the whole process group."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
+
+    def __enter__(self) -> ServerProcess:
+        return self.start().wait_ready()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # Talking to it
+
+    def headers(self) -> dict[str, str]:
+        """Return the credentials of the control routes."""
+        return {"Authorization": f"Bearer {self.token}"} if self.token is not None else {}
+
+    def client(self, timeout_s: float = 60) -> httpx.Client:
+        """Return an HTTP client with the control token."""
+        return httpx.Client(base_url=self.url, headers=self.headers(), trust_env=False, timeout=timeout_s)
+
+    def status(self) -> dict[str, Any]:
+        """Return the body of ``GET /reload/status``."""
+        status: dict[str, Any] = httpx.get(f"{self.url}/reload/status", trust_env=False, timeout=10).json()
+        return status
+
+    def wait_state(self, state: str, timeout_s: float = 30) -> dict[str, Any]:
+        """Wait until the server is in ``state`` and return its status."""
+        deadline = time.monotonic() + timeout_s
+        while (status := self.status())["state"] != state:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still {status['state']}, not {state}: {status}\n{self.tail()}")
+            time.sleep(0.02)
+        return status
+
+    def complete(self, prompt: str = "weights", *, max_tokens: int = 12, **options: Any) -> httpx.Response:
+        """Ask for a greedy completion."""
+        body = {"model": str(self.model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **options}
+        body.setdefault("ignore_eos", True)
+        return httpx.post(f"{self.url}/v1/completions", json=body, trust_env=False, timeout=120)
+
+    def answer(self, prompt: str = "weights", **options: Any) -> str:
+        """Return the text of a greedy completion."""
+        response = self.complete(prompt, **options)
+        response.raise_for_status()
+        text: str = response.json()["choices"][0]["text"]
+        return text
+
+    def set_faults(self, **faults: Any) -> None:
+        """Inject faults into the workers, see ``wp_test_plugin``; without arguments, none."""
+        self.fault_file.write_text(json.dumps(faults))

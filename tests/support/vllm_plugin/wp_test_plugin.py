@@ -1,0 +1,76 @@
+"""A vLLM general plugin for tests: slows steps down and injects faults, in the processes of a real server.
+
+It is found through its ``dist-info`` folder, once the folder of this file is on ``PYTHONPATH``. Configured by:
+
+* ``WP_TEST_STEP_MS``: sleep this long before each step. A tiny model without it starves the API process.
+* ``WP_TEST_FAULT_FILE``: a file that tests write faults into while the server runs, one JSON object:
+  ``{"land_bucket": 3, "error": "text"}`` raises in the worker when it lands the bucket with that number (from 0),
+  ``{"close": "text"}`` raises in post-load processing, ``{"slow_land_ms": 200}`` delays every landing,
+  ``{"slow_close_ms": 3000}`` delays post-load processing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+_done = False
+
+
+def register() -> None:
+    global _done
+    if _done:
+        return
+    _done = True
+    _slow_steps()
+    if "WP_TEST_FAULT_FILE" in os.environ:
+        _inject_faults(Path(os.environ["WP_TEST_FAULT_FILE"]))
+
+
+def _slow_steps() -> None:
+    delay = float(os.environ.get("WP_TEST_STEP_MS", "0")) / 1000
+    if not delay:
+        return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    run = GPUModelRunner.execute_model
+
+    @functools.wraps(run)
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(delay)
+        return run(self, *args, **kwargs)
+
+    GPUModelRunner.execute_model = slow
+
+
+def _inject_faults(file: Path) -> None:
+    import weightpush_server.receiver as receiver
+    import weightpush_server.worker as worker
+
+    def faults() -> dict[str, Any]:
+        return json.loads(file.read_text() or "{}") if file.exists() else {}
+
+    take = receiver.UpdateReceiver._take
+
+    def faulty_take(self: Any, job: Any) -> None:
+        fault = faults()
+        time.sleep(fault.get("slow_land_ms", 0) / 1000)
+        if fault.get("land_bucket") == job.bucket:
+            raise MemoryError(fault["error"])
+        take(self, job)
+
+    receiver.UpdateReceiver._take = faulty_take
+    finish = worker.finish_reload
+
+    def faulty_finish(session: Any) -> Any:
+        fault = faults()
+        time.sleep(fault.get("slow_close_ms", 0) / 1000)
+        if "close" in fault:
+            raise RuntimeError(fault["close"])
+        return finish(session)
+
+    worker.finish_reload = faulty_finish

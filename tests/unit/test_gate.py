@@ -1,0 +1,203 @@
+"""The gate and the credentials, around a small application in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+from unit.test_shared_state import make_update
+from weightpush_protocol.messages import InFlight
+from weightpush_protocol.state import ServerState
+from weightpush_server.gate import Gate, WeightPushMiddleware, is_control_path, is_gated
+from weightpush_server.records import ControlRecord
+from weightpush_server.shared_state import SharedState
+
+TOKEN = "correct-horse-battery"
+
+
+@dataclass
+class Settings:
+    token: str | None = TOKEN
+
+
+@dataclass
+class Context:
+    gate: Gate
+    config: Settings = field(default_factory=Settings)
+
+
+class App:
+    """A server with one slow route, one streaming route and stand-ins of the control routes."""
+
+    def __init__(self, folder: Path) -> None:
+        control = ControlRecord(instance_id="i", weight_version="v0")
+        self.shared = SharedState.create(folder / "state", workers=1, control=control)
+        self.release = asyncio.Event()
+        self.calls = 0
+        routes = [
+            Route("/v1/completions", self.generate, methods=["POST"]),
+            Route("/stream", self.stream, methods=["POST"]),
+            Route("/v1/models", self.plain),
+            Route("/reload/status", self.plain, methods=["GET", "POST"]),
+            Route("/reload/begin", self.plain, methods=["POST"]),
+        ]
+        self.app = Starlette(routes=routes)
+        self.app.state.weightpush = Context(Gate(self.shared))
+        self.app.add_middleware(WeightPushMiddleware)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://server")
+
+    async def generate(self, request: Request) -> PlainTextResponse:
+        self.calls += 1
+        if request.query_params.get("wait"):
+            await self.release.wait()
+        return PlainTextResponse("text")
+
+    async def stream(self, request: Request) -> StreamingResponse:
+        async def parts() -> AsyncIterator[str]:
+            yield "a"
+            await self.release.wait()
+            yield "b"
+
+        return StreamingResponse(parts())
+
+    async def plain(self, request: Request) -> PlainTextResponse:
+        return PlainTextResponse("ok")
+
+    def set_state(self, state: ServerState, **changes: Any) -> None:
+        with self.shared.transaction() as control:
+            control.state = state
+            for name, value in changes.items():
+                setattr(control, name, value)
+
+    async def until_in_flight(self, count: int) -> None:
+        async with asyncio.timeout(5):
+            while self.shared.in_flight() != count:
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[App]:
+    server = App(tmp_path)
+    yield server
+    await server.client.aclose()
+
+
+async def test_answers_carry_the_version_and_are_counted(app: App) -> None:
+    answer = await app.client.post("/v1/completions")
+    assert (answer.status_code, answer.headers["X-Weight-Version"]) == (200, "v0")
+    assert app.shared.in_flight() == 0
+    waiting = asyncio.create_task(app.client.post("/v1/completions?wait=1"))
+    await app.until_in_flight(1)
+    app.release.set()
+    assert (await waiting).text == "text"
+    assert app.shared.in_flight() == 0
+
+
+@pytest.mark.case("C3", "C11")
+@pytest.mark.parametrize("state", [ServerState.UPDATING, ServerState.FAILED, ServerState.AWAITING_WEIGHTS])
+async def test_the_closed_gate_refuses_without_calling_the_model(app: App, state: ServerState) -> None:
+    updating = state is ServerState.UPDATING
+    app.set_state(state, update=make_update() if updating else None)
+    for path in ("/v1/completions", "/stream", "/invocations", "/route/of/tomorrow"):
+        answer = await app.client.post(path)
+        assert answer.status_code == 503, path
+        assert answer.json()["error"]["code"] == "not_serving"
+        assert answer.json()["error"]["state"] == state.value
+        assert ("Retry-After" in answer.headers) is updating
+        assert "X-Weight-Version" not in answer.headers
+    assert app.calls == 0
+    assert (await app.client.get("/v1/models")).status_code == 200
+    assert (await app.client.get("/reload/status")).status_code == 200
+    assert app.shared.in_flight() == 0
+
+
+async def test_a_request_that_is_evicted_before_its_answer_gets_503(app: App) -> None:
+    waiting = asyncio.create_task(app.client.post("/v1/completions?wait=1"))
+    await app.until_in_flight(1)
+    app.set_state(ServerState.UPDATING, update=make_update())
+    app.app.state.weightpush.gate.evict()
+    answer = await waiting
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+    assert app.shared.in_flight() == 0
+
+
+async def test_a_stream_that_is_evicted_ends_and_is_no_longer_counted(app: App) -> None:
+    waiting = asyncio.create_task(app.client.post("/stream"))
+    await app.until_in_flight(1)
+    await asyncio.sleep(0.05)
+    app.app.state.weightpush.gate.evict()
+    # The transport of this client has no notion of a cut connection; what counts is that the request is gone.
+    (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
+    assert not isinstance(outcome, httpx.Response) or outcome.text == "a"
+    assert app.shared.in_flight() == 0
+
+
+@pytest.mark.case("C86")
+async def test_only_a_kept_request_says_both_versions(app: App) -> None:
+    for kept, label in ((0, "v0"), (1, "v0, v1")):
+        app.set_state(ServerState.SERVING, weight_version="v0", kept_epoch=0, epoch=0)
+        app.release.clear()
+        waiting = asyncio.create_task(app.client.post("/v1/completions?wait=1"))
+        await app.until_in_flight(1)
+        app.set_state(ServerState.UPDATING, update=make_update(in_flight=InFlight.KEEP))
+        app.set_state(ServerState.SERVING, weight_version="v1", kept_epoch=kept, epoch=1, update=None)
+        app.release.set()
+        assert (await waiting).headers["X-Weight-Version"] == label
+
+
+@pytest.mark.case("C24", "C25")
+@pytest.mark.parametrize(
+    "path",
+    ["/reload/begin", "/reload/begin/", "//reload/begin", "/RELOAD/begin", "/reload/begin?x=1", "/reload", "/reload/"]
+    + ["/./reload/begin", "/%72eload/begin", "/reload/nothing", "/reload/status/", "/reload//status"],
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"])
+async def test_every_spelling_of_a_control_route_needs_the_token(app: App, path: str, method: str) -> None:
+    wrong = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": f"Basic {TOKEN}"}]
+    wrong += [{"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": "Bearer "}, {"X-API-Key": TOKEN}]
+    for headers in wrong:
+        answer = await app.client.request(method, httpx.URL("http://server" + path), headers=headers)
+        assert answer.status_code == 401, headers
+        if method != "HEAD":
+            assert answer.json()["error"]["code"] == "unauthorized"
+            assert TOKEN not in answer.text
+    answer = await app.client.request(method, "http://server" + path, headers={"Authorization": f"Bearer {TOKEN}"})
+    assert answer.status_code != 401
+
+
+@pytest.mark.case("C24")
+async def test_the_status_alone_is_open_and_only_to_read(app: App) -> None:
+    assert (await app.client.get("/reload/status")).status_code == 200
+    assert (await app.client.post("/reload/status")).status_code == 401
+    assert (await app.client.head("/reload/status")).status_code == 401
+
+
+async def test_without_a_token_nothing_is_asked_for(app: App) -> None:
+    app.app.state.weightpush.config = Settings(token=None)
+    assert (await app.client.post("/reload/begin")).status_code == 200
+
+
+def test_control_paths_are_recognised_below_a_root_path_too() -> None:
+    assert is_control_path("/reload")
+    assert is_control_path("//Reload/x")
+    assert not is_control_path("/v1/reload")
+    assert not is_control_path("/reloaded")
+    assert not is_control_path("/")
+
+
+@pytest.mark.case("C84")
+def test_what_is_unknown_is_gated() -> None:
+    for method, path in (("GET", "/health"), ("GET", "/metrics"), ("HEAD", "/health"), ("POST", "/tokenize")):
+        assert not is_gated(method, path)
+    for method, path in (("POST", "/invocations"), ("POST", "/v1/completions"), ("GET", "/new"), ("POST", "/health")):
+        assert is_gated(method, path)
+    assert is_gated("WEBSOCKET", "/v1/realtime")

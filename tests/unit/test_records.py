@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import pytest
+from unit.test_shared_state import make_update
+from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.messages import InFlight
+from weightpush_protocol.state import Phase, ServerState
+from weightpush_server.records import ControlRecord, WorkerRecord, build_status
+
+
+def running(state: ServerState = ServerState.SERVING, **changes: object) -> ControlRecord:
+    control = ControlRecord(instance_id="i", weight_version="v0", state=state, epoch=1)
+    control.update = make_update(origin=state, **changes)
+    return control
+
+
+def error(code: ErrorCode = ErrorCode.LANDING_FAILED) -> WeightPushError:
+    return WeightPushError(code, "it broke", details={"tensor": "w"})
+
+
+@pytest.mark.parametrize("origin", [ServerState.SERVING, ServerState.FAILED, ServerState.AWAITING_WEIGHTS])
+@pytest.mark.case("C3", "C4")
+def test_a_failure_before_the_first_write_goes_back_to_where_it_came_from(origin: ServerState) -> None:
+    for gate_closed in (False, True):
+        control = running(origin)
+        if gate_closed:
+            control.close_gate()
+            assert not control.gate_open
+        control.fail(error())
+        assert control.state is origin
+        assert control.update is None
+        assert control.last_error is not None
+        assert control.last_error.code is ErrorCode.LANDING_FAILED
+
+
+@pytest.mark.parametrize("origin", [ServerState.SERVING, ServerState.FAILED, ServerState.AWAITING_WEIGHTS])
+@pytest.mark.case("C3")
+def test_a_failure_after_the_first_write_is_failed(origin: ServerState) -> None:
+    control = running(origin)
+    control.fingerprint = "f"
+    control.close_gate()
+    assert control.update is not None
+    control.update.written = True
+    control.fail(error())
+    assert control.state is ServerState.FAILED
+    assert not control.gate_open
+    assert control.weight_version == "v0"
+    assert control.fingerprint is None
+
+
+@pytest.mark.case("C6")
+def test_a_commit_publishes_and_clears_the_last_error() -> None:
+    control = running(ServerState.FAILED)
+    control.close_gate()
+    control.publish(fingerprint="f")
+    assert not control.gate_open
+    answer = control.commit(fingerprint="f", tensors=3)
+    assert (control.weight_version, control.previous_version) == ("v1", "v0")
+    assert control.state is ServerState.SERVING
+    assert control.last_error is None
+    assert answer.weight_version == "v1"
+    assert control.last_update is not None
+    assert control.last_update.bytes == 12
+    assert control.kept_epoch == 0
+
+
+def test_only_kept_requests_span_versions() -> None:
+    control = running(in_flight=InFlight.KEEP)
+    control.close_gate()
+    control.publish(fingerprint="f")
+    assert control.kept_epoch == 1
+
+
+@pytest.mark.case("C6", "C46")
+def test_calls_of_other_updates_are_fenced_off() -> None:
+    control = running()
+    assert control.active("u1", 1).epoch == 1
+    with pytest.raises(WeightPushError) as stale:
+        control.active("u0")
+    assert stale.value.code is ErrorCode.STALE_UPDATE
+    assert stale.value.details == {"running": "u1"}
+    with pytest.raises(WeightPushError, match="epoch is 1, not 7"):
+        control.active("u1", 7)
+    control.fail(error())
+    with pytest.raises(WeightPushError) as failed:
+        control.active("u1")
+    assert failed.value.code is ErrorCode.UPDATE_FAILED
+    assert failed.value.details["cause"]["details"]["tensor"] == "w"
+
+
+def test_nobody_goes_on_with_an_update_that_is_being_given_up() -> None:
+    control = running()
+    assert control.update is not None
+    control.update.failure = error().body().error
+    with pytest.raises(WeightPushError) as failed:
+        control.active("u1")
+    assert failed.value.code is ErrorCode.UPDATE_FAILED
+
+
+def test_a_failed_repair_keeps_the_reason_of_before() -> None:
+    control = running()
+    control.close_gate()
+    assert control.update is not None
+    control.update.written = True
+    control.fail(error())
+    control.update = make_update(update_id="u2", origin=ServerState.FAILED)
+    control.fail(error(ErrorCode.MANIFEST_REJECTED))
+    assert control.last_error is not None
+    assert control.last_error.code is ErrorCode.MANIFEST_REJECTED
+    assert control.last_error.details["failed_before"]["update_id"] == "u1"
+
+
+def test_few_ended_updates_are_remembered_and_phases_are_timed() -> None:
+    control = running()
+    for number in range(30):
+        control.update = make_update(update_id=f"u{number}")
+        control.update.enter(Phase.RENDEZVOUS)
+        assert set(control.update.phase_seconds) == {"checking"}
+        control.fail(error())
+    assert len(control.ended) == 8
+    assert control.find_ended("u29") is not None
+    assert control.find_ended("u0") is None
+
+
+def test_progress_is_that_of_the_slowest_worker() -> None:
+    control = running()
+    workers = [
+        WorkerRecord(rank=rank, pid=1, device="cpu", weight_version="v0", epoch=1, buckets_done=done, bytes_done=done)
+        for rank, done in ((0, 3), (1, 2))
+    ]
+    workers.append(WorkerRecord(rank=2, pid=1, device="cpu", weight_version="v0", epoch=0))
+    status = build_status(control, workers)
+    assert status.update is not None
+    assert status.update.buckets_done == 2
+    assert status.serving
+    assert [worker.rank for worker in status.workers] == [0, 1, 2]

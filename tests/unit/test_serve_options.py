@@ -1,0 +1,118 @@
+"""What ``weightpush serve`` refuses before it loads anything, and how it hangs its parts on vLLM's hooks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weightpush_server import app
+from weightpush_server.config import TOKEN_VARIABLE, ServerConfig
+from weightpush_server.shared_state import SharedState
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    defaults: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "uds": None,
+        "headless": False,
+        "data_parallel_rank": None,
+        "data_parallel_start_rank": None,
+        "data_parallel_external_lb": False,
+        "data_parallel_hybrid_lb": False,
+        "data_parallel_multi_port_external_lb": False,
+        "worker_extension_cls": "",
+        "load_format": "auto",
+        "middleware": ["user.Middleware"],
+        "model_loader_extra_config": '{"enable_multithread_load": true}',
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 3,
+    }
+    return argparse.Namespace(**{**defaults, **changes})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
+def test_loopback_needs_no_token(host: str) -> None:
+    app.check_startable(arguments(host=host), None)
+
+
+@pytest.mark.case("C24")
+@pytest.mark.parametrize("host", [None, "", "0.0.0.0", "::", "10.0.0.7", "myhost", "localhost.example"])
+def test_any_other_address_needs_a_token(host: str | None) -> None:
+    with pytest.raises(app.StartRefusedError, match="without a control token"):
+        app.check_startable(arguments(host=host), None)
+    app.check_startable(arguments(host=host), "token")
+
+
+@pytest.mark.case("C25")
+def test_the_development_routes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    with pytest.raises(app.StartRefusedError, match="VLLM_SERVER_DEV_MODE"):
+        app.check_startable(arguments(), "token")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"grpc": True},
+        {"grpc_port": 5},
+        {"headless": True},
+        {"data_parallel_rank": 0},
+        {"data_parallel_external_lb": True},
+        {"data_parallel_hybrid_lb": True},
+        {"data_parallel_multi_port_external_lb": True},
+        {"nnodes": 2},
+        {"worker_extension_cls": "my.Extension"},
+        {"load_format": "tensorizer"},
+    ],
+    ids=str,
+)
+def test_what_would_bypass_us_is_refused(change: dict[str, Any]) -> None:
+    (option,) = change
+    with pytest.raises(app.StartRefusedError, match=option.replace("_", "-")):
+        app.check_startable(arguments(**change), "token")
+
+
+def test_the_token_comes_from_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    file.write_text("from-file\n")
+    monkeypatch.setenv(TOKEN_VARIABLE, "from-environment")
+    assert app._read_token(None, None) == "from-environment"
+    assert app._read_token(None, file) == "from-file"
+    assert app._read_token("from-flag", None) == "from-flag"
+    with pytest.raises(app.StartRefusedError, match="not both"):
+        app._read_token("a", file)
+    with pytest.raises(app.StartRefusedError, match="cannot be read"):
+        app._read_token(None, tmp_path / "missing")
+    for bad in ("", "two words", "tab\there", "ümlaut"):
+        with pytest.raises(app.StartRefusedError, match="visible ASCII"):
+            app._read_token(bad, None)
+
+
+def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith("WEIGHTPUSH_") or name == "VLLM_PLUGINS":
+                patch.delenv(name)
+        patch.setattr(os, "environ", os.environ.copy())
+        args = arguments()
+        app.prepare(args, app._OwnOptions(token="secret", weight_version="v0", max_bucket_bytes=2**20))
+        config = ServerConfig.from_environment()
+        plugins = os.environ["VLLM_PLUGINS"].split(",")
+    assert args.middleware == ["user.Middleware", app._MIDDLEWARE]
+    assert args.load_format == "weightpush"
+    assert args.model_loader_extra_config == {"enable_multithread_load": True, "weightpush_inner_format": "auto"}
+    assert {"weightpush", "weightpush_http"} <= set(plugins)
+    assert config.token == "secret"
+    assert "secret" not in repr(config)
+    shared = SharedState(config.state_file)
+    assert shared.workers == 6
+    assert shared.control().weight_version == "v0"
+    assert os.stat(config.state_file.parent).st_mode & 0o777 == 0o700
+
+
+def test_named_plugins_stay_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "mine,weightpush")
+    assert app._plugin_names() == ["mine", "weightpush", "weightpush_http"]

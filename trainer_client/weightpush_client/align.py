@@ -1,0 +1,100 @@
+"""What goes over the wire: the source's tensors under the names and dtypes of the server's checkpoint.
+
+The trainer decides three things only, and all of them are visible in the manifest that the server then judges:
+
+* the name (wrappers are stripped, see `weightpush_client.names`);
+* the dtype: a float64, float32, bfloat16 or float16 tensor is cast to the one of these that the server expects, with
+  the result of ``tensor.to(dtype)``. Nothing is ever cast to or from an integer or an 8-bit float, whose values mean
+  nothing without their scales: such a tensor is sent as it is, and the server refuses it by name;
+* tied weights: a second name of a tensor that travels anyway is left out where the server does not ask for it.
+
+Whatever else the server does not know is sent in the manifest, so that the server names it; nothing is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from weightpush_client.names import checkpoint_name
+from weightpush_client.sources import WeightSource
+from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.manifest import TensorSpec
+from weightpush_protocol.messages import ManifestAnswer
+
+_CAST: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """One tensor of a push: ``held`` as the source has it, ``sent`` as it travels. Both have the same shape."""
+
+    held: TensorSpec
+    sent: TensorSpec
+
+
+def align(source: WeightSource, expected: ManifestAnswer) -> list[Outgoing]:
+    """Return what to send, in the order of the source.
+
+    Raises:
+        WeightPushError: ``weights_rejected``: the source is empty, or two of its tensors have one checkpoint name.
+    """
+    required = {spec.name: spec for spec in expected.tensors}
+    known = {**{spec.name: spec for spec in expected.optional}, **required}
+    named = _name_all(source, known)
+    travelling = {identity for name, _, identity in named if name in required and identity is not None}
+    outgoing = []
+    for name, held, identity in named:
+        if name not in required and identity in travelling:
+            continue
+        wanted = known.get(name)
+        dtype = wanted.dtype if wanted is not None and {wanted.dtype, held.dtype} <= _CAST else held.dtype
+        outgoing.append(Outgoing(held=held, sent=TensorSpec(name=name, dtype=dtype, shape=held.shape)))
+    return outgoing
+
+
+def _name_all(source: WeightSource, known: dict[str, TensorSpec]) -> list[tuple[str, TensorSpec, Hashable | None]]:
+    taken: dict[str, tuple[TensorSpec, Hashable | None]] = {}
+    for held in source.specs():
+        name = checkpoint_name(held.name, known)
+        identity = source.identity(held.name)
+        if name in taken:
+            first, first_identity = taken[name]
+            if identity is None or identity != first_identity:
+                raise WeightPushError(
+                    ErrorCode.WEIGHTS_REJECTED,
+                    f"two different tensors are both {name!r} without their wrappers: {first.name!r} and {held.name!r}",
+                    details={"tensor": name, "names": [first.name, held.name]},
+                )
+            continue
+        taken[name] = (held, identity)
+    if not taken:
+        raise WeightPushError(ErrorCode.WEIGHTS_REJECTED, "there are no weights to push: the source is empty")
+    return [(name, held, identity) for name, (held, identity) in taken.items()]
+
+
+def agreed_manifest(manifests: Sequence[tuple[str, ManifestAnswer]]) -> ManifestAnswer:
+    """Return the checkpoint that all servers expect, given ``(url, manifest)`` of each.
+
+    Raises:
+        WeightPushError: ``manifest_rejected``: two servers expect different checkpoints; the first difference is named.
+    """
+    first_url, first = manifests[0]
+    for url, other in manifests[1:]:
+        for kind in ("tensors", "optional"):
+            ours = {spec.name: spec for spec in getattr(first, kind)}
+            theirs = {spec.name: spec for spec in getattr(other, kind)}
+            for name in [*ours, *theirs]:
+                if ours.get(name) != theirs.get(name):
+                    raise WeightPushError(
+                        ErrorCode.MANIFEST_REJECTED,
+                        f"the servers expect different checkpoints, first at {name!r}: {first_url} expects "
+                        f"{_describe(ours.get(name))}, {url} expects {_describe(theirs.get(name))}",
+                        details={"tensor": name, "servers": [first_url, url]},
+                    )
+    return first
+
+
+def _describe(spec: TensorSpec | None) -> str:
+    return "no such tensor" if spec is None else f"{spec.dtype} {list(spec.shape)}"

@@ -1,0 +1,133 @@
+"""``weightpush push``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+from weightpush_client.cli_common import (
+    CaFileOption,
+    TokenFileOption,
+    TokenOption,
+    read_token,
+    readable_errors,
+    stderr,
+    stdout,
+    verify_of,
+)
+from weightpush_client.pusher import WeightPusher
+from weightpush_client.report import ProgressCallback, PushProgress
+from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES
+from weightpush_protocol.messages import Deadlines, DigestKind, InFlight, UpdateMode
+
+_DEADLINES = Deadlines()
+
+
+def push(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory with a safetensors checkpoint.")],
+    url: Annotated[list[str], typer.Option("--url", "-u", metavar="URL", help="A server; repeat it for several.")],
+    version: Annotated[
+        str, typer.Option("--version", "-v", metavar="VERSION", help="Weight version to publish, e.g. step-100.")
+    ],
+    transport: Annotated[str, typer.Option(help="auto, nccl, gloo or http.")] = "auto",
+    mode: Annotated[UpdateMode, typer.Option(help="Write into the live model, or stage the bytes first.")] = (
+        UpdateMode.DIRECT
+    ),
+    in_flight: Annotated[InFlight, typer.Option("--in-flight", help="What becomes of running requests.")] = (
+        InFlight.WAIT
+    ),
+    bucket_mb: Annotated[float, typer.Option("--bucket-mb", min=0.001, help="Size of a bucket in MiB.")] = (
+        DEFAULT_BUCKET_BYTES / 2**20
+    ),
+    no_digest: Annotated[bool, typer.Option("--no-digest", help="Do not check tensors on arrival.")] = False,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    ca_file: CaFileOption = None,
+    data_host: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="Address under which the servers reach this machine (nccl, gloo)."),
+    ] = None,
+    rendezvous_timeout: Annotated[
+        float, typer.Option(min=0.001, max=3600, help="Seconds for the data plane to come up.")
+    ] = _DEADLINES.rendezvous_s,
+    bucket_timeout: Annotated[float, typer.Option(min=0.001, max=3600, help="Seconds for one bucket.")] = (
+        _DEADLINES.bucket_s
+    ),
+    drain_timeout: Annotated[
+        float, typer.Option(min=0.001, max=3600, help="Seconds that running requests may take to end.")
+    ] = _DEADLINES.drain_s,
+    commit_timeout: Annotated[
+        float, typer.Option(min=0.001, max=3600, help="Seconds for post-load processing and proof.")
+    ] = _DEADLINES.commit_s,
+    lease_timeout: Annotated[
+        float, typer.Option(min=0.001, max=3600, help="Seconds after which a silent trainer loses its update.")
+    ] = _DEADLINES.lease_s,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no report.")] = False,
+) -> None:
+    """Push a checkpoint directory into one or more servers.
+
+    \b
+    weightpush push ./checkpoint --url localhost:8000 --version step-100
+    weightpush push ./checkpoint --url http://gpu-1:8000 --url http://gpu-2:8000 --version step-100
+
+    All servers take the weights in one update, and none ever serves half of them. If the push fails, a server keeps
+    its old weights where nothing was written yet; else it refuses requests until a push succeeds.
+    """
+    with readable_errors():
+        deadlines = Deadlines(
+            rendezvous_s=rendezvous_timeout,
+            bucket_s=bucket_timeout,
+            drain_s=drain_timeout,
+            commit_s=commit_timeout,
+            lease_s=lease_timeout,
+        )
+        pusher = WeightPusher(
+            url,
+            token=read_token(token, token_file),
+            transport=transport,
+            mode=mode,
+            in_flight=in_flight,
+            deadlines=deadlines,
+            bucket_bytes=int(bucket_mb * 2**20),
+            digest=DigestKind.NONE if no_digest else DigestKind.WP64,
+            verify=verify_of(ca_file),
+            data_host=data_host,
+        )
+        with pusher, _progress_bar(quiet) as progress:
+            report = pusher.push(directory, weight_version=version, progress=progress)
+        if not quiet:
+            stdout().print(str(report))
+
+
+@contextmanager
+def _progress_bar(quiet: bool) -> Iterator[ProgressCallback | None]:
+    console = stderr()
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description:>7}"),
+        BarColumn(),
+        DownloadColumn(binary_units=False),
+        TransferSpeedColumn(),
+        TextColumn("bucket {task.fields[bucket]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("check", total=None, bucket="-")
+
+        def update(state: PushProgress) -> None:
+            bar.update(
+                task,
+                description=state.phase.value,
+                total=state.bytes_total or None,
+                completed=state.bytes,
+                bucket=f"{state.bucket}/{state.buckets}",
+            )
+
+        yield update

@@ -1,0 +1,63 @@
+"""All servers of one trainer: every call goes to all of them at the same time, and one failure ends the call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from weightpush_client.http import ServerApi
+from weightpush_client.loop import CallScope, LoopThread
+
+T = TypeVar("T")
+Call = Callable[[int, ServerApi], Awaitable[T]]
+
+
+class Fleet:
+    """Connections to all servers. Synchronous, and safe to use from several threads.
+
+    A call is given as a function of ``(index, server)``; results come in the order of the servers.
+    """
+
+    def __init__(self, urls: Sequence[str], *, token: str | None, trust_env: bool, verify: bool | str) -> None:
+        self.servers = tuple(ServerApi(url, token=token, trust_env=trust_env, verify=verify) for url in urls)
+        self._loop = LoopThread()
+
+    def __len__(self) -> int:
+        return len(self.servers)
+
+    def call(self, call: Call[T], scope: CallScope | None = None) -> list[T]:
+        """Ask all servers; the first failure cancels the calls that still run, and is raised."""
+        return self._loop.run(self._until_failure(call), scope)
+
+    def call_to_the_end(self, call: Call[T], scope: CallScope | None = None) -> list[T | Exception]:
+        """Ask all servers and wait for every one; a failure takes the place of its result."""
+        return self._loop.run(self._all(call), scope)
+
+    def stop(self) -> None:
+        """Close all connections and end the thread. May be called again."""
+        if not self._loop.stopped and not self._loop.is_current_thread:
+            self._loop.run(self._close())
+        self._loop.stop()
+
+    async def _until_failure(self, call: Call[T]) -> list[T]:
+        tasks = [asyncio.ensure_future(call(index, server)) for index, server in enumerate(self.servers)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _all(self, call: Call[T]) -> list[T | Exception]:
+        async def one(index: int, server: ServerApi) -> T | Exception:
+            try:
+                return await call(index, server)
+            except Exception as error:  # noqa: BLE001 - becomes this server's result
+                return error
+
+        return list(await asyncio.gather(*(one(index, server) for index, server in enumerate(self.servers))))
+
+    async def _close(self) -> None:
+        for server in self.servers:
+            await server.close()

@@ -1,0 +1,303 @@
+"""One server's HTTP contract: typed calls, bounded in time, with errors that are always a `PushError`.
+
+Only what cannot do harm twice is tried again: a refused connection always (nothing was sent), a connection that broke
+before the answer for idempotent calls. A call that took too long is never repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable
+from typing import Final, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from weightpush_client.report import PushError
+from weightpush_protocol import PROTOCOL_VERSION
+from weightpush_protocol.errors import ErrorBody, ErrorCode, ErrorDetail
+from weightpush_protocol.messages import (
+    AbortRequest,
+    BeginAnswer,
+    BeginRequest,
+    FinishAnswer,
+    FinishRequest,
+    ManifestAnswer,
+    Status,
+    StreamAnswer,
+    StreamRequest,
+)
+
+#: What an answer may take beyond the server's own deadlines, in seconds.
+SLACK_S: Final = 10.0
+STATUS_S: Final = 10.0
+MANIFEST_S: Final = 60.0
+ABORT_S: Final = 5.0
+#: A stream of events that says nothing for so long is taken for broken, in seconds.
+SILENCE_S: Final = 30.0
+
+# uvicorn closes idle connections after 5 s: give them up before it does.
+_KEEPALIVE_S = 3.0
+_CONNECT_S = 10.0
+_BACKOFF_S = (0.05, 0.4)
+_CHUNK_BYTES = 2**20
+_MAX_ANSWER_BYTES = 256 * 2**20
+_MAX_REFUSAL_BYTES = 2**20
+_QUOTED_CHARACTERS = 500
+_PROXY_STATUS = frozenset({502, 503, 504})
+
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
+
+
+class ServerApi:
+    """The ``/reload`` routes of one server. Belongs to one event loop.
+
+    ``verify``: True for the system's certificates, or the path of a CA file. ``trust_env``: use the proxies that the
+    environment names.
+    """
+
+    def __init__(self, url: str, *, token: str | None, trust_env: bool = False, verify: bool | str = True) -> None:
+        self.url = url
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "weightpush"}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        # Loading the certificates takes tens of milliseconds; a plain connection needs none.
+        context = _tls_context(verify) if trust_env or url.startswith("https") else False
+
+        def client(keepalive: int) -> httpx.AsyncClient:
+            limits = httpx.Limits(max_keepalive_connections=keepalive, keepalive_expiry=_KEEPALIVE_S)
+            return httpx.AsyncClient(
+                base_url=url, headers=headers, limits=limits, trust_env=trust_env, verify=context, timeout=None
+            )
+
+        self._client = client(4)
+        # A body cannot be sent twice, so it never travels on a connection that the server may be closing.
+        self._body_client = client(0)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+        await self._body_client.aclose()
+
+    async def status(self, timeout_s: float | None = None) -> Status:
+        """Return the status, whether the server serves or not; within ``STATUS_S`` seconds where none are given."""
+        status = await self._call("GET", "/reload/status", Status, timeout_s or STATUS_S, accept_503=True)
+        if status.protocol.partition(".")[0] != PROTOCOL_VERSION.partition(".")[0]:
+            raise self._error(
+                ErrorCode.PROTOCOL_ERROR,
+                f"the server speaks protocol {status.protocol}, this client {PROTOCOL_VERSION}: "
+                "install matching versions of weightpush",
+            )
+        return status
+
+    async def manifest(self) -> ManifestAnswer:
+        """Return the checkpoint that this server expects."""
+        return await self._call("GET", "/reload/manifest", ManifestAnswer, MANIFEST_S)
+
+    async def begin(self, request: BeginRequest) -> BeginAnswer:
+        """Open an update; the answer comes when the model is open."""
+        limits = request.deadlines
+        timeout_s = limits.rendezvous_s + limits.drain_s + limits.commit_s + SLACK_S
+        return await self._call("POST", "/reload/begin", BeginAnswer, timeout_s, body=request)
+
+    async def announce(self, request: StreamRequest, timeout_s: float) -> StreamAnswer:
+        """Announce a bucket that comes over the collective transport."""
+        return await self._call("POST", "/reload/stream", StreamAnswer, timeout_s, body=request)
+
+    async def send_body(
+        self, *, update_id: str, epoch: int, bucket: int, parts: tuple[bytes | memoryview, ...], timeout_s: float
+    ) -> StreamAnswer:
+        """Post a bucket as a body made of ``parts``, and return when it has landed. Never sent twice."""
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for part in parts:
+                view = memoryview(part)
+                for start in range(0, len(view), _CHUNK_BYTES):
+                    yield bytes(view[start : start + _CHUNK_BYTES])
+
+        return await self._call(
+            "POST",
+            "/reload/stream",
+            StreamAnswer,
+            timeout_s,
+            params={"update_id": update_id, "epoch": str(epoch), "bucket": str(bucket)},
+            stream=chunks,
+            length=sum(len(part) for part in parts),
+        )
+
+    async def finish(self, request: FinishRequest, timeout_s: float) -> FinishAnswer:
+        """Commit the update; the answer comes when the new weights serve."""
+        return await self._call("POST", "/reload/finish", FinishAnswer, timeout_s, body=request)
+
+    async def abort(self, request: AbortRequest) -> Status:
+        """End the update; harmless where it has ended already."""
+        return await self._call("POST", "/reload/abort", Status, ABORT_S, body=request, accept_503=True)
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the data of every ``status`` event, until the server ends the stream.
+
+        Raises:
+            PushError: the server refused, or cannot be reached.
+            httpx.HTTPError: the stream broke, or was silent for ``SILENCE_S`` seconds.
+        """
+        request = self._client.build_request("GET", "/reload/events", headers={"Accept": "text/event-stream"})
+        request.extensions["timeout"] = {"connect": _CONNECT_S, "read": SILENCE_S}
+        try:
+            response = await self._client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise self._broken("GET", "/reload/events", error) from error
+        try:
+            if response.status_code != 200:
+                text = b""
+                async for chunk in response.aiter_raw():
+                    text = (text + chunk)[:_MAX_REFUSAL_BYTES]
+                raise self._refusal("GET", "/reload/events", response.status_code, text)
+            async for data in _event_data(response.aiter_lines(), "status"):
+                yield data
+        finally:
+            await response.aclose()
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        answer: type[AnswerT],
+        timeout_s: float,
+        *,
+        body: BaseModel | None = None,
+        params: dict[str, str] | None = None,
+        stream: Callable[[], AsyncIterator[bytes]] | None = None,
+        length: int = 0,
+        accept_503: bool = False,
+    ) -> AnswerT:
+        client = self._client if stream is None else self._body_client
+
+        def request() -> httpx.Request:
+            if stream is not None:
+                headers = {"Content-Type": "application/octet-stream", "Content-Length": str(length)}
+                return client.build_request(method, path, params=params, content=stream(), headers=headers)
+            content = None if body is None else body.model_dump_json().encode()
+            headers = {} if body is None else {"Content-Type": "application/json"}
+            return client.build_request(method, path, content=content, headers=headers)
+
+        try:
+            # One limit over all attempts and every byte of the answer, however slowly it drips in.
+            async with asyncio.timeout(timeout_s):
+                status, text = await self._attempts(client, request, idempotent=stream is None)
+        except TimeoutError:
+            raise self._error(ErrorCode.UNREACHABLE, f"no answer to {method} {path} within {timeout_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as error:
+            raise self._broken(method, path, error) from error
+        return self._parse(method, path, answer, status, text, accept_503=accept_503)
+
+    async def _attempts(
+        self, client: httpx.AsyncClient, request: Callable[[], httpx.Request], *, idempotent: bool
+    ) -> tuple[int, bytes]:
+        for pause in _BACKOFF_S:
+            try:
+                return await self._attempt(client, request())
+            except httpx.ConnectError:
+                pass
+            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+                if not idempotent:
+                    raise
+            await asyncio.sleep(pause)
+        return await self._attempt(client, request())
+
+    async def _attempt(self, client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, bytes]:
+        request.extensions["timeout"] = {"connect": _CONNECT_S}
+        response = await client.send(request, stream=True)
+        try:
+            text = bytearray()
+            async for chunk in response.aiter_raw():
+                text += chunk
+                if len(text) > _MAX_ANSWER_BYTES:
+                    raise self._error(ErrorCode.PROTOCOL_ERROR, f"the answer exceeds {_MAX_ANSWER_BYTES} bytes")
+            return response.status_code, bytes(text)
+        finally:
+            await response.aclose()
+
+    def _parse(
+        self, method: str, path: str, answer: type[AnswerT], status: int, text: bytes, *, accept_503: bool
+    ) -> AnswerT:
+        if status == 200 or (accept_503 and status == 503):
+            try:
+                return answer.model_validate_json(text)
+            except ValidationError as error:
+                if status == 200:
+                    raise self._error(
+                        ErrorCode.PROTOCOL_ERROR,
+                        f"the answer to {method} {path} is not of this protocol: {error.errors()[0]['msg']} "
+                        f"in {_quote(text)}",
+                    ) from None
+        raise self._refusal(method, path, status, text)
+
+    def _refusal(self, method: str, path: str, status: int, text: bytes) -> PushError:
+        try:
+            detail = ErrorBody.model_validate_json(text).error
+        except ValidationError:
+            code = ErrorCode.UNREACHABLE if status in _PROXY_STATUS else ErrorCode.PROTOCOL_ERROR
+            hint = "; is it a weightpush server (`weightpush serve`)?" if status in {404, 405} else ""
+            return self._error(
+                code, f"{method} {path} was answered {status} without a reason of the server: {_quote(text)}{hint}"
+            )
+        if detail.code is ErrorCode.UPDATE_FAILED:
+            detail = _cause_of(detail)
+        return PushError(
+            detail.code,
+            detail.message,
+            server=self.url,
+            details=detail.details,
+            update_id=detail.update_id,
+            state=detail.state,
+        )
+
+    def _broken(self, method: str, path: str, error: Exception) -> PushError:
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError):
+            return self._error(ErrorCode.UNREACHABLE, f"cannot connect ({reason}); is the server up?")
+        disconnected = isinstance(error, httpx.NetworkError) or "disconnected" in str(error)
+        code = ErrorCode.UNREACHABLE if disconnected else ErrorCode.PROTOCOL_ERROR
+        return self._error(code, f"{method} {path} got no answer: {reason}")
+
+    def _error(self, code: ErrorCode, message: str) -> PushError:
+        return PushError(code, message, server=self.url)
+
+
+async def _event_data(lines: AsyncIterator[str], wanted: str) -> AsyncIterator[str]:
+    """Yield the data of server-sent events of kind ``wanted``."""
+    kind, data = "message", list[str]()
+    async for line in lines:
+        if not line:
+            if data and kind == wanted:
+                yield "\n".join(data)
+            kind, data = "message", []
+            continue
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if field == "event":
+            kind = value
+        elif field == "data":
+            data.append(value)
+
+
+def _cause_of(failed: ErrorDetail) -> ErrorDetail:
+    """Return why an update had failed before the call that was refused for it."""
+    try:
+        cause = ErrorDetail.model_validate(failed.details.get("cause"))
+    except ValidationError:
+        return failed
+    return cause.model_copy(update={"update_id": failed.update_id, "state": failed.state})
+
+
+def _tls_context(verify: bool | str) -> ssl.SSLContext:
+    if verify is True:
+        return ssl.create_default_context()
+    if verify is False:
+        raise ValueError("certificates are always verified: give the path of a CA file for a private one")
+    return ssl.create_default_context(cafile=verify)
+
+
+def _quote(text: bytes) -> str:
+    return repr(text.decode("utf-8", "replace")[:_QUOTED_CHARACTERS])

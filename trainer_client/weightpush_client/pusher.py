@@ -1,0 +1,242 @@
+"""The trainer's way in: `WeightPusher`."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from types import TracebackType
+
+import torch
+from pydantic import ValidationError
+
+from weightpush_client.align import Outgoing, agreed_manifest, align
+from weightpush_client.fleet import Fleet
+from weightpush_client.report import (
+    PhaseSeconds,
+    ProgressCallback,
+    PushError,
+    PushPhase,
+    PushProgress,
+    PushReport,
+    ServerReport,
+)
+from weightpush_client.sources import Weights, WeightSource, open_source
+from weightpush_client.transport import TRANSPORTS, choose_transport, make_sender
+from weightpush_client.update import Update
+from weightpush_client.urls import control_token, normalise_urls
+from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES, Manifest, build_manifest
+from weightpush_protocol.messages import (
+    BeginRequest,
+    Deadlines,
+    DigestKind,
+    FinishAnswer,
+    InFlight,
+    Status,
+    UpdateMode,
+)
+from weightpush_protocol.transports.base import TransportConfig
+
+
+class WeightPusher:
+    """Pushes weights into one live vLLM server, or into several at once.
+
+    ::
+
+        with WeightPusher("http://gpu-7:8000") as pusher:
+            for step in range(steps):
+                train(model)
+                report = pusher.push(model, weight_version=f"step-{step}")
+
+    A push either ends with all servers serving the new weights, or raises, and then no server ever serves a mixture.
+    With several servers there is no promise that all switch at the same moment.
+
+    Args:
+        urls: address of each server: ``http://host:port``, ``host:port`` or ``[::1]:8000``.
+        token: control token of the servers; from the environment's ``WEIGHTPUSH_CONTROL_TOKEN`` where it is None.
+        transport: ``nccl``, ``gloo``, ``http``, or ``auto``: nccl where the weights lie on a GPU and all workers have
+            it, else gloo where all workers have it, else http.
+        mode: ``direct`` writes into the live model, ``staged`` keeps serving the old weights while bytes arrive.
+        in_flight: what becomes of running requests: ``wait``, ``abort`` or ``keep``.
+        deadlines: how long each wait may last, in seconds.
+        bucket_bytes: tensors travel in buckets of at most this size; two of them are held in memory.
+        digest: ``wp64`` has every tensor checked on arrival, ``none`` does not.
+        trust_env: use the proxies that the environment names.
+        verify: True for the system's certificates, or the path of a CA file.
+        device: where buckets are gathered for ``nccl``; the device of the weights where it is None.
+        data_host: address under which the servers reach this process for ``nccl`` and ``gloo``; found from the route to
+            them where it is None. Needed behind NAT.
+
+    Raises:
+        PushError: ``invalid_request``: an argument is wrong; it says which.
+    """
+
+    def __init__(
+        self,
+        urls: str | Iterable[str],
+        *,
+        token: str | None = None,
+        transport: str = "auto",
+        mode: UpdateMode | str = UpdateMode.DIRECT,
+        in_flight: InFlight | str = InFlight.WAIT,
+        deadlines: Deadlines | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        digest: DigestKind | str = DigestKind.WP64,
+        trust_env: bool = False,
+        verify: bool | str = True,
+        device: torch.device | str | None = None,
+        data_host: str | None = None,
+    ) -> None:
+        with _as_push_error(), _arguments_checked():
+            self._urls = normalise_urls(urls)
+            key = control_token(token)
+            self._mode = UpdateMode(mode)
+            self._in_flight = InFlight(in_flight)
+            self._digest = DigestKind(digest)
+            if transport not in TRANSPORTS:
+                raise ValueError(f"transport {transport!r} is none of {', '.join(TRANSPORTS)}")
+            if bucket_bytes <= 0:
+                raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+            self._transport = transport
+            self._deadlines = deadlines or Deadlines()
+            self._bucket_bytes = bucket_bytes
+            self._device = None if device is None else torch.device(device)
+            self._data_host = data_host
+            self._fleet = Fleet(self._urls, token=key, trust_env=trust_env, verify=verify)
+        self._pushing = threading.Lock()
+        self._stop = weakref.finalize(self, self._fleet.stop)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Address of each server, in normal form."""
+        return self._urls
+
+    def __enter__(self) -> WeightPusher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections and end the pusher's thread. May be called again."""
+        self._stop()
+
+    def status(self) -> list[Status]:
+        """Return the status of each server, in the order of `urls`.
+
+        Raises:
+            PushError: a server cannot be reached.
+        """
+        return self._fleet.call(lambda _, server: server.status())
+
+    def push(self, weights: Weights, *, weight_version: str, progress: ProgressCallback | None = None) -> PushReport:
+        """Push ``weights`` to all servers as ``weight_version``; return when all of them serve it.
+
+        ``weights``: a module, a state dict, ``(name, tensor)`` pairs or a checkpoint directory, see
+        `weightpush_client.sources`; the tensors must not change meanwhile. Names and dtypes are brought to those of
+        the server's checkpoint, see `weightpush_client.align`.
+
+        Raises:
+            PushError: why the push failed, in the words of the server where it has any. The update was aborted.
+            TypeError: ``weights`` is of no known kind.
+            BaseException: whatever the source, ``progress`` or Ctrl-C raise, once the update was aborted.
+        """
+        if not self._pushing.acquire(blocking=False):
+            raise PushError(
+                ErrorCode.UPDATE_IN_PROGRESS,
+                "this pusher is in the middle of another push: wait for it, or use one pusher a thread",
+            )
+        try:
+            with _as_push_error():
+                return self._push(weights, weight_version, progress)
+        finally:
+            self._pushing.release()
+
+    def _push(self, weights: Weights, weight_version: str, progress: ProgressCallback | None) -> PushReport:
+        start = perf_counter()
+        if progress is not None:
+            progress(PushProgress(PushPhase.CHECK, 0, 0, 0, 0, 0, 0))
+        source = open_source(weights)
+        statuses = self.status()
+        outgoing, manifest = self._plan(source)
+        name = choose_transport(self._transport, statuses, self._device or source.device)
+        device = (self._device or source.device) if name == "nccl" else torch.device("cpu")
+        request = self._request(weight_version, manifest)
+        sender, configs = make_sender(name, self._urls, statuses, device=device, data_host=self._data_host)
+        check_seconds = perf_counter() - start
+        with Update(self._fleet, request, configs, sender, progress) as update:
+            update.begin()
+            update.stream(source, outgoing, device)
+            answers = update.finish()
+        seconds = perf_counter() - start
+        return self._report(request, name, answers, seconds, update.phase_seconds(check=check_seconds))
+
+    def _plan(self, source: WeightSource) -> tuple[list[Outgoing], Manifest]:
+        manifests = self._fleet.call(lambda _, server: server.manifest())
+        outgoing = align(source, agreed_manifest(list(zip(self._urls, manifests, strict=True))))
+        return outgoing, build_manifest((item.sent for item in outgoing), self._bucket_bytes)
+
+    def _request(self, weight_version: str, manifest: Manifest) -> BeginRequest:
+        # The id is the client's, so that a begin whose answer was lost can be repeated, and aborted.
+        with _arguments_checked():
+            return BeginRequest(
+                weight_version=weight_version,
+                manifest=manifest,
+                mode=self._mode,
+                # Each server gets its own in its place.
+                transport=TransportConfig(name="http"),
+                in_flight=self._in_flight,
+                deadlines=self._deadlines,
+                digest=self._digest,
+                update_id=uuid.uuid4().hex,
+            )
+
+    def _report(
+        self,
+        request: BeginRequest,
+        transport: str,
+        answers: list[FinishAnswer],
+        seconds: float,
+        phases: PhaseSeconds,
+    ) -> PushReport:
+        return PushReport(
+            weight_version=request.weight_version,
+            update_id=request.update_id or "",
+            bytes=request.manifest.nbytes,
+            tensors=len(request.manifest.tensors),
+            buckets=len(request.manifest.buckets),
+            seconds=seconds,
+            transport=transport,
+            servers=tuple(
+                ServerReport(url, answer.fingerprint, answer.seconds, answer.pause_seconds, answer.bytes)
+                for url, answer in zip(self._urls, answers, strict=True)
+            ),
+            phases=phases,
+        )
+
+
+@contextmanager
+def _as_push_error() -> Iterator[None]:
+    try:
+        yield
+    except WeightPushError as error:
+        if isinstance(error, PushError):
+            raise
+        raise PushError.of(error) from error
+
+
+@contextmanager
+def _arguments_checked() -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        reasons = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise PushError(ErrorCode.INVALID_REQUEST, reasons) from error
+    except (ValueError, OSError) as error:
+        raise PushError(ErrorCode.INVALID_REQUEST, str(error)) from error

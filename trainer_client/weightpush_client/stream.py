@@ -1,0 +1,159 @@
+"""The stream of one push: the next bucket is gathered and hashed while the one before it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from weightpush_client.align import Outgoing
+from weightpush_client.sources import WeightSource
+from weightpush_protocol.digest import tensor_digest
+from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.manifest import Manifest
+from weightpush_protocol.messages import DigestKind
+
+#: Sends bucket ``number``: its bytes as a 1-d uint8 tensor, and the digests of its tensors by name.
+Deliver = Callable[[int, torch.Tensor, dict[str, str]], None]
+
+
+@dataclass(slots=True)
+class StreamSeconds:
+    """Where the time of a stream went; see `weightpush_client.report.PhaseSeconds`."""
+
+    gather: float = 0.0
+    digest: float = 0.0
+    send: float = 0.0
+    wait: float = 0.0
+
+
+class BucketStream:
+    """Sends all buckets of ``manifest``, which describes ``outgoing`` in the same order.
+
+    The source is read in the calling thread; ``deliver`` runs in one other thread, one bucket at a time. Two buffers
+    of the largest bucket on ``device`` are all the memory that it takes. ``interrupt`` must make a running
+    ``deliver`` raise soon; ``delivered`` is called in the calling thread after each bucket.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        outgoing: Sequence[Outgoing],
+        manifest: Manifest,
+        *,
+        deliver: Deliver,
+        interrupt: Callable[[], None],
+        delivered: Callable[[int], None],
+        digest: DigestKind,
+        device: torch.device,
+    ) -> None:
+        self._source = source
+        self._outgoing = outgoing
+        self._manifest = manifest
+        self._deliver = deliver
+        self._interrupt = interrupt
+        self._delivered = delivered
+        self._digest = digest
+        self._device = device
+        self._position = 0
+        self._pending: Future[None] | None = None
+        self.seconds = StreamSeconds()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Send everything; return when the last bucket was delivered.
+
+        Raises:
+            WeightPushError: ``weights_rejected``: a tensor is not what the manifest declares.
+            BaseException: whatever source, ``deliver`` or ``delivered`` raise.
+        """
+        buffers = self._buffers()
+        tensors = self._source.tensors([item.held.name for item in self._outgoing])
+        with ThreadPoolExecutor(1, "weightpush-send") as executor:
+            try:
+                for number, bucket in enumerate(self._manifest.buckets):
+                    # Bucket number-2 used this buffer, and was delivered before number-1 was handed over.
+                    buffer = buffers[number % len(buffers)][: bucket.nbytes]
+                    self._gather(number, buffer, tensors)
+                    digests = self._hash(number, buffer)
+                    self._await_delivery(number - 1)
+                    self._pending = executor.submit(self._send, number, buffer, digests)
+                self._await_delivery(len(self._manifest.buckets) - 1)
+            except BaseException:
+                self._interrupt()
+                raise
+
+    def _buffers(self) -> list[torch.Tensor]:
+        size = max((bucket.nbytes for bucket in self._manifest.buckets), default=0)
+        pinned = self._device.type == "cpu" and self._source.device.type == "cuda"
+        # Inference tensors could not be written outside the caller's inference_mode.
+        with torch.inference_mode(False):
+            return [
+                torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
+                for _ in self._manifest.buckets[:2]
+            ]
+
+    def _gather(self, number: int, buffer: torch.Tensor, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        start = perf_counter()
+        bucket = self._manifest.buckets[number]
+        # A bucket is a contiguous run of the manifest, laid out in another order.
+        for index, offset in sorted(zip(bucket.tensors, bucket.offsets, strict=True)):
+            tensor = self._next_tensor(index, tensors)
+            spec = self._manifest.tensors[index]
+            if spec.nbytes:
+                view = buffer[offset : offset + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
+                # Casts, gathers strided views and crosses devices in one pass; equal to tensor.to(dtype).
+                view.copy_(tensor)
+            if self._pending is not None and self._pending.done():
+                self._pending.result()
+        if buffer.is_cuda:
+            # The sending thread has a stream of its own.
+            torch.cuda.current_stream(buffer.device).synchronize()
+        self.seconds.gather += perf_counter() - start
+
+    def _next_tensor(self, index: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        held = self._outgoing[index].held
+        where = f"tensor {index + 1} of {len(self._outgoing)}"
+        try:
+            name, tensor = next(tensors)
+        except StopIteration:
+            raise _diverged(f"the source ended before {where}, {held.name!r}", held.name) from None
+        if (name, tuple(tensor.shape), tensor.dtype) != (held.name, held.shape, held.torch_dtype):
+            raise _diverged(
+                f"{where} changed since the push began: declared {held.name!r} {held.dtype} {list(held.shape)}, "
+                f"found {name!r} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}",
+                held.name,
+            )
+        return tensor
+
+    def _hash(self, number: int, buffer: torch.Tensor) -> dict[str, str]:
+        if self._digest is DigestKind.NONE:
+            return {}
+        start = perf_counter()
+        digests = {
+            spec.name: tensor_digest(buffer[offset : offset + spec.nbytes])
+            for spec, offset in self._manifest.bucket_tensors(number)
+        }
+        self.seconds.digest += perf_counter() - start
+        return digests
+
+    def _send(self, number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
+        start = perf_counter()
+        self._deliver(number, buffer, digests)
+        self.seconds.send += perf_counter() - start
+
+    def _await_delivery(self, number: int) -> None:
+        if self._pending is None:
+            return
+        start = perf_counter()
+        self._pending.result()
+        self._pending = None
+        self.seconds.wait += perf_counter() - start
+        self._delivered(number)
+
+
+def _diverged(message: str, name: str) -> WeightPushError:
+    return WeightPushError(ErrorCode.WEIGHTS_REJECTED, message, details={"tensor": name})
