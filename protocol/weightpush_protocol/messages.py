@@ -137,7 +137,6 @@ class StreamRequest(_Request):
     update_id: UpdateId
     epoch: int | None = None
     bucket: NonNegativeInt
-    nbytes: NonNegativeInt | None = None
     call_id: UpdateId | None = None
     digests: dict[TensorName, TensorDigest] = Field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""``weightpush serve``: vLLM's own OpenAI server, with our routes, gate, loader and workers' part on its public hooks."""
+"""``weightpush serve``: vLLM's own OpenAI server, with our parts on its public hooks."""
 
 from __future__ import annotations
 

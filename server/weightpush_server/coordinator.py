@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
 from weightpush_protocol.messages import (
     AbortRequest,
     BeginAnswer,
@@ -323,15 +323,26 @@ class Coordinator:
         await self._engine.call("weightpush_abandon", update.epoch)
 
     async def _or_fail(self, update_id: str, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a step; if it breaks, the update has failed. ``active`` and ``incomplete`` errors leave it alone."""
+        """Run a step of an update; if the step breaks, the update has failed.
+
+        A step during which somebody else ended the update gets the reason; one that comes later gets
+        ``update_failed``.
+        """
+        update = self._shared.control().update
+        was_running = update is not None and update.update_id == update_id and update.failure is None
         try:
             return await work
-        except WeightPushError as error:
-            if error.code not in (ErrorCode.STALE_UPDATE, ErrorCode.UPDATE_FAILED):
+        except WeightPushError as raised:
+            error = raised
+            if error.code is ErrorCode.UPDATE_FAILED and was_running:
+                error = WeightPushError.from_detail(ErrorDetail.model_validate(error.details["cause"]))
+            elif error.code not in (ErrorCode.STALE_UPDATE, ErrorCode.UPDATE_FAILED):
                 await self.fail(update_id, error)
             error.update_id = update_id
             error.state = self._shared.control().state
-            raise
+            if error is raised:
+                raise
+            raise error from raised
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             failure = WeightPushError(ErrorCode.INTERNAL, message, details={"exception": type(error).__name__})

@@ -110,7 +110,7 @@ class WeightpushLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not an
         """Make, load and process a model as the base class does, and note what processing changed."""
         model: nn.Module = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         layout = find_layout(model)
-        if layout is not None and layout.contract is None:
+        if layout is not None and layout.settled is None:
             layout.settle(model)
         return model
 

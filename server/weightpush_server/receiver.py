@@ -156,7 +156,7 @@ class UpdateReceiver:
         assert job.spool is not None
         size = job.spool.stat().st_size
         raw = torch.from_file(str(job.spool), shared=True, size=size, dtype=torch.uint8)
-        header = parse_header(memoryview(raw.numpy()), total_bytes=size)
+        header = parse_header(memoryview(raw.numpy().data), total_bytes=size)
         number, digests = digests_from_metadata(header.metadata)
         if number is not None and number != job.bucket:
             message = f"bucket {number} came where bucket {job.bucket} was expected"

@@ -100,7 +100,8 @@ class SharedState:
         self.path = path
         self._file = path.open("r+b")
         self._memory = mmap.mmap(self._file.fileno(), 0)
-        magic, self._api_processes, self._workers = _FILE_HEADER.unpack_from(self._memory, 0)
+        header: tuple[bytes, int, int] = _FILE_HEADER.unpack_from(self._memory, 0)
+        magic, self._api_processes, self._workers = header
         if magic != _MAGIC:
             raise ValueError(f"{path} is no weightpush state file")
         self._control = _Slot(self._memory, _FILE_HEADER_BYTES, _CONTROL_BYTES, ControlRecord)

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    OMP_NUM_THREADS="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_PLUGINS="",
-    VLLM_LOGGING_LEVEL="ERROR",
-    VLLM_NO_USAGE_STATS="1",
-)
-
 from safetensors.torch import load_file
+from torch import nn
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -32,8 +20,19 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from weightpush_server.loader import INNER_FORMAT_KEY, LOAD_FORMAT, register_loader
-from weightpush_server.reload import ReloadProof, finish_reload, start_reload
+from weightpush_server.reload import ReloadProof, ReloadSession, finish_reload, start_reload
 from weightpush_server.reload.fingerprint import reachable_tensors
+
+#: What an engine in the test's own process needs. Not set here: servers that other tests start must not inherit it.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_PLUGINS": "weightpush",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 PROMPTS = ("Hello, world", "0123456789", "The quick brown fox jumps over the lazy dog")
 CPU = torch.device("cpu")
@@ -86,17 +85,20 @@ def read(checkpoint: Path) -> Tensors:
 def push(
     engine: Engine, tensors: Tensors, *, cuts: Iterable[Tensors] | None = None, poison: bool = True
 ) -> ReloadProof:
-    """Push ``tensors`` in one bucket, or in the buckets of ``cuts``.
-
-    Each bucket is landed from a buffer that is overwritten right afterwards, as a receiver's is.
-    """
+    """Push ``tensors`` in one bucket, or in the buckets of ``cuts``, landing in a second thread as a worker does."""
     session = start_reload(engine.model, vllm_config=engine.vllm_config, device=CPU, poison=poison)
-    for bucket in [tensors] if cuts is None else cuts:
-        buffer = [(name, tensor.clone()) for name, tensor in bucket]
-        session.land(iter(buffer))
-        for _, tensor in buffer:
-            tensor.view(torch.uint8).fill_(0xFF) if tensor.ndim else tensor.fill_(0)
+    with ThreadPoolExecutor(1) as receiver:
+        for bucket in [tensors] if cuts is None else cuts:
+            receiver.submit(land, session, bucket).result()
     return finish_reload(session)
+
+
+def land(session: ReloadSession, bucket: Tensors) -> None:
+    """Land one bucket from a buffer that is overwritten right afterwards, as a receiver's is."""
+    buffer = [(name, tensor.clone()) for name, tensor in bucket]
+    session.land(iter(buffer))
+    for _, tensor in buffer:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
 
 
 @dataclass
@@ -165,4 +167,4 @@ def probe_layers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         width = getattr(module, "input_size_per_partition", None) or module.input_size
         noise = torch.randn(3, width, generator=torch.Generator().manual_seed(width))
         bias = getattr(module, "bias", None)
-        yield f"probe:{path}", method.apply(module, noise.to(torch.bfloat16), bias).clone()
+        yield f"probe:{path}", method.apply(module, noise.to(module.params_dtype), bias).clone()

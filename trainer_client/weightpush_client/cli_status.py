@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from weightpush_client.cli_common import (
     FAILED_EXIT,
@@ -109,7 +109,7 @@ def _as_json(url: str, result: Status | Exception) -> dict[str, Any]:
 
 
 def _table(urls: Sequence[str], results: Sequence[Status | Exception]) -> Table:
-    table = Table("server", "serving", "state", "version", "workers", "update", "last push")
+    table = Table(Column("server", overflow="fold"), "serving", "state", "version", "workers", "update", "last push")
     for url, result in zip(urls, results, strict=True):
         if isinstance(result, Status):
             last = result.last_update

@@ -254,7 +254,7 @@ class ServerApi:
         )
 
     def _broken(self, method: str, path: str, error: Exception) -> PushError:
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        reason = _reason(error)
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError):
             return self._error(ErrorCode.UNREACHABLE, f"cannot connect ({reason}); is the server up?")
         disconnected = isinstance(error, httpx.NetworkError) or "disconnected" in str(error)
@@ -263,6 +263,16 @@ class ServerApi:
 
     def _error(self, code: ErrorCode, message: str) -> PushError:
         return PushError(code, message, server=self.url)
+
+
+def _reason(error: BaseException) -> str:
+    """Return what the operating system said, below the layers that wrapped it; else what the error itself says."""
+    below: BaseException | None = error
+    for _ in range(10):
+        if isinstance(below, OSError) and below.strerror:
+            return f"{type(below).__name__}: {below.strerror}"
+        below = below and (below.__cause__ or below.__context__)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 async def _event_data(lines: AsyncIterator[str], wanted: str) -> AsyncIterator[str]:

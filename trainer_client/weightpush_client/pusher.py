@@ -25,6 +25,7 @@ from weightpush_client.report import (
     ServerReport,
 )
 from weightpush_client.sources import Weights, WeightSource, open_source
+from weightpush_client.stream import Buffers
 from weightpush_client.transport import TRANSPORTS, choose_transport, make_sender
 from weightpush_client.update import Update
 from weightpush_client.urls import control_token, normalise_urls
@@ -63,7 +64,7 @@ class WeightPusher:
         mode: ``direct`` writes into the live model, ``staged`` keeps serving the old weights while bytes arrive.
         in_flight: what becomes of running requests: ``wait``, ``abort`` or ``keep``.
         deadlines: how long each wait may last, in seconds.
-        bucket_bytes: tensors travel in buckets of at most this size; two of them are held in memory.
+        bucket_bytes: tensors travel in buckets of at most this size. Two of them are held in memory, until `close`.
         digest: ``wp64`` has every tensor checked on arrival, ``none`` does not.
         trust_env: use the proxies that the environment names.
         verify: True for the system's certificates, or the path of a CA file.
@@ -101,12 +102,15 @@ class WeightPusher:
                 raise ValueError(f"transport {transport!r} is none of {', '.join(TRANSPORTS)}")
             if bucket_bytes <= 0:
                 raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+            if data_host in {"0.0.0.0", "::", "[::]"}:
+                raise ValueError(f"data_host {data_host!r} is no address that a server can connect to: name one")
             self._transport = transport
             self._deadlines = deadlines or Deadlines()
             self._bucket_bytes = bucket_bytes
             self._device = None if device is None else torch.device(device)
             self._data_host = data_host
             self._fleet = Fleet(self._urls, token=key, trust_env=trust_env, verify=verify)
+        self._buffers = Buffers()
         self._pushing = threading.Lock()
         self._stop = weakref.finalize(self, self._fleet.stop)
 
@@ -124,8 +128,9 @@ class WeightPusher:
         self.close()
 
     def close(self) -> None:
-        """Close all connections and end the pusher's thread. May be called again."""
+        """Close all connections, end the pusher's thread and free its buffers. May be called again."""
         self._stop()
+        self._buffers.drop()
 
     def status(self) -> list[Status]:
         """Return the status of each server, in the order of `urls`.
@@ -172,7 +177,7 @@ class WeightPusher:
         check_seconds = perf_counter() - start
         with Update(self._fleet, request, configs, sender, progress) as update:
             update.begin()
-            update.stream(source, outgoing, device)
+            update.stream(source, outgoing, device, self._buffers)
             answers = update.finish()
         seconds = perf_counter() - start
         return self._report(request, name, answers, seconds, update.phase_seconds(check=check_seconds))

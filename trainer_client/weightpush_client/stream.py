@@ -30,11 +30,39 @@ class StreamSeconds:
     wait: float = 0.0
 
 
+class Buffers:
+    """Two buffers that are kept from one push to the next: fresh memory costs more than filling it, pinned far more."""
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []
+
+    def take(self, count: int, nbytes: int, device: torch.device, *, pinned: bool) -> list[torch.Tensor]:
+        """Return ``count`` 1-d uint8 tensors of at least ``nbytes`` bytes on ``device``, with whatever they hold."""
+
+        def fits(kept: torch.Tensor) -> bool:
+            # A device without an index is the current one.
+            same = kept.device.type == device.type and device.index in {None, kept.device.index}
+            return same and kept.numel() >= nbytes and kept.is_pinned() == pinned
+
+        if len(self._kept) < count or not all(map(fits, self._kept)):
+            self.drop()
+            # Inference tensors could not be written outside the caller's inference_mode.
+            with torch.inference_mode(False):
+                self._kept = [
+                    torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned) for _ in range(count)
+                ]
+        return self._kept[:count]
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        self._kept = []
+
+
 class BucketStream:
     """Sends all buckets of ``manifest``, which describes ``outgoing`` in the same order.
 
-    The source is read in the calling thread; ``deliver`` runs in one other thread, one bucket at a time. Two buffers
-    of the largest bucket on ``device`` are all the memory that it takes. ``interrupt`` must make a running
+    The source is read in the calling thread; ``deliver`` runs in one other thread, one bucket at a time. Two of
+    ``buffers`` of the largest bucket on ``device`` are all the memory that it takes. ``interrupt`` must make a running
     ``deliver`` raise soon; ``delivered`` is called in the calling thread after each bucket.
     """
 
@@ -49,6 +77,7 @@ class BucketStream:
         delivered: Callable[[int], None],
         digest: DigestKind,
         device: torch.device,
+        buffers: Buffers,
     ) -> None:
         self._source = source
         self._outgoing = outgoing
@@ -58,6 +87,7 @@ class BucketStream:
         self._delivered = delivered
         self._digest = digest
         self._device = device
+        self._buffers = buffers
         self._position = 0
         self._pending: Future[None] | None = None
         self.seconds = StreamSeconds()
@@ -70,7 +100,7 @@ class BucketStream:
             WeightPushError: ``weights_rejected``: a tensor is not what the manifest declares.
             BaseException: whatever source, ``deliver`` or ``delivered`` raise.
         """
-        buffers = self._buffers()
+        buffers = self._take_buffers()
         tensors = self._source.tensors([item.held.name for item in self._outgoing])
         with ThreadPoolExecutor(1, "weightpush-send") as executor:
             try:
@@ -84,17 +114,14 @@ class BucketStream:
                 self._await_delivery(len(self._manifest.buckets) - 1)
             except BaseException:
                 self._interrupt()
+                # A transport that was cut off may still read them.
+                self._buffers.drop()
                 raise
 
-    def _buffers(self) -> list[torch.Tensor]:
+    def _take_buffers(self) -> list[torch.Tensor]:
         size = max((bucket.nbytes for bucket in self._manifest.buckets), default=0)
         pinned = self._device.type == "cpu" and self._source.device.type == "cuda"
-        # Inference tensors could not be written outside the caller's inference_mode.
-        with torch.inference_mode(False):
-            return [
-                torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
-                for _ in self._manifest.buckets[:2]
-            ]
+        return self._buffers.take(min(2, len(self._manifest.buckets)), size, self._device, pinned=pinned)
 
     def _gather(self, number: int, buffer: torch.Tensor, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         start = perf_counter()

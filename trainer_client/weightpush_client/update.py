@@ -18,7 +18,7 @@ from weightpush_client.http import ABORT_S, SLACK_S, ServerApi
 from weightpush_client.loop import CallScope
 from weightpush_client.report import PhaseSeconds, ProgressCallback, PushError, PushPhase, PushProgress
 from weightpush_client.sources import WeightSource
-from weightpush_client.stream import BucketStream
+from weightpush_client.stream import BucketStream, Buffers
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import (
     AbortRequest,
@@ -27,6 +27,7 @@ from weightpush_protocol.messages import (
     FinishAnswer,
     FinishRequest,
 )
+from weightpush_protocol.state import ServerState
 from weightpush_protocol.transports.base import Sender, TransportConfig
 
 # The server checks and plans before its rendezvous starts, and the trainer waits for it from the start.
@@ -98,8 +99,10 @@ class Update:
         self._epochs = [answer.epoch for answer in answers]
         self._seconds["begin"] = perf_counter() - start
 
-    def stream(self, source: WeightSource, outgoing: Sequence[Outgoing], device: torch.device) -> None:
-        """Send all buckets, gathered on ``device``.
+    def stream(
+        self, source: WeightSource, outgoing: Sequence[Outgoing], device: torch.device, buffers: Buffers
+    ) -> None:
+        """Send all buckets, gathered in ``buffers`` on ``device``.
 
         Raises:
             WeightPushError: what a server, the transport or the source says; anything that they or the progress
@@ -114,6 +117,7 @@ class Update:
             delivered=self._delivered,
             digest=self._request.digest,
             device=device,
+            buffers=buffers,
         )
         self._report(PushPhase.STREAM)
         stream.run()
@@ -245,10 +249,12 @@ class Update:
     def _abort(self, error: BaseException) -> None:
         reason = f"the trainer gave up: {type(error).__name__}: {error}"[:1000]
 
-        async def abort(index: int, server: ServerApi) -> None:
-            if index in self._may_hold:
-                epoch = self._epochs[index] if self._epochs else None
-                await server.abort(AbortRequest(update_id=self._update_id, epoch=epoch, reason=reason))
+        async def abort(index: int, server: ServerApi) -> ServerState | None:
+            if index not in self._may_hold:
+                return None
+            epoch = self._epochs[index] if self._epochs else None
+            status = await server.abort(AbortRequest(update_id=self._update_id, epoch=epoch, reason=reason))
+            return status.state
 
         scope = CallScope()
         timer = threading.Timer(ABORT_S, scope.cancel)
@@ -256,7 +262,22 @@ class Update:
         try:
             # Best effort: what the servers answer to it must not hide why the push failed.
             with contextlib.suppress(CancelledError, RuntimeError):
-                self._fleet.call_to_the_end(abort, scope)
+                states = self._fleet.call_to_the_end(abort, scope)
+                if isinstance(error, WeightPushError) and error.state is None:
+                    error.state = self._state_after(error, states)
         finally:
             timer.cancel()
             timer.join()
+
+    def _state_after(
+        self, error: WeightPushError, states: Sequence[ServerState | Exception | None]
+    ) -> ServerState | None:
+        """Return the state of the server that ``error`` names; else one that does not serve, if there is any."""
+        known = [
+            (server.url, state)
+            for server, state in zip(self._fleet.servers, states, strict=True)
+            if isinstance(state, ServerState)
+        ]
+        named = [state for url, state in known if isinstance(error, PushError) and error.server == url]
+        idle = [state for _, state in known if not state.serving]
+        return next(iter(named or idle or [state for _, state in known]), None)

@@ -5,6 +5,7 @@
     base.py         TransportConfig, Sender, Receiver, check_available
     collective.py   gloo and nccl: broadcast of buckets in a process group of our own
       rendezvous.py   how its processes find each other, bounded and cancellable
+      cancellable.py  leave calls that block without a limit
       groups.py       the process group of each backend: make it, wait for an operation, abort it
       sockets.py      addresses, listening sockets, and cutting connections from outside
     http.py         the bucket as a safetensors file, the body of a request

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.transports import groups, rendezvous, sockets
 from weightpush_protocol.transports.base import TransportConfig, check_available
+from weightpush_protocol.transports.cancellable import Cancelled, run_cancellable
 
 CollectiveName = Literal["gloo", "nccl"]
 
@@ -67,7 +68,7 @@ class _Endpoint(ABC):
                 raise RuntimeError(f"{self._who} can be opened only once")
             deadline = time.monotonic() + timeout_s
             try:
-                self._group = rendezvous.run_cancellable(
+                self._group = run_cancellable(
                     lambda: self._form(deadline, timeout_s),
                     cancel=self._cancel,
                     deadline=deadline + _OPEN_MARGIN_S,
@@ -77,8 +78,8 @@ class _Endpoint(ABC):
                 )
                 if self._aborted:
                     self._group.abort()
-                    raise rendezvous.Cancelled("aborted")
-            except rendezvous.Cancelled:
+                    raise Cancelled("aborted")
+            except Cancelled:
                 reason = (
                     "was aborted" if self._aborted else f"did not get through the rendezvous within {timeout_s:g} s"
                 )
@@ -90,22 +91,29 @@ class _Endpoint(ABC):
             except groups.GroupError as error:
                 self._failure = f"{self._who}: {error}"
                 raise rendezvous.failed(self._failure, exception=error.cause) from error
+            except RuntimeError as error:
+                # The store's errors (DistError).
+                self._failure = f"{self._who} lost the rendezvous: {groups.brief(error)}"
+                raise rendezvous.failed(self._failure, error) from error
 
     def _form(self, deadline: float, timeout_s: float) -> groups.Group:
         store, address = self._meet(self._cancel, deadline, timeout_s)
         left = max(1.0, deadline - time.monotonic())
         group = groups.form_group(self._backend, store, address, self._rank, self._world_size, self._device, left)
         # Rank 0 is connected to all when it gets here, but two workers may still be connecting to each other through
-        # the store that rank 0 may close. Every rank reports once it is through.
+        # the store that rank 0 may close.
         try:
-            self._report_formed(store, deadline)
-        except (rendezvous.Cancelled, WeightPushError, RuntimeError):
+            group.learn_peers(self._confirm_formed(store, group.local_ends, self._cancel, deadline))
+        except (Cancelled, WeightPushError, RuntimeError):
             group.close()
             raise
         return group
 
     @abstractmethod
-    def _report_formed(self, store: PrefixStore, deadline: float) -> None: ...
+    def _confirm_formed(
+        self, store: PrefixStore, ends: list[str], cancel: threading.Event, deadline: float
+    ) -> dict[str, int]:
+        """Wait until all have formed the group; return the rank behind each end of a connection."""
 
     def _check_buffer(self, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
@@ -210,8 +218,10 @@ class CollectiveSender(_Endpoint):
     def _meet(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[PrefixStore, str]:
         return self._rendezvous.gather(cancel, deadline, timeout_s)
 
-    def _report_formed(self, store: PrefixStore, deadline: float) -> None:
-        self._rendezvous.wait_formed(store, self._cancel, deadline)
+    def _confirm_formed(
+        self, store: PrefixStore, ends: list[str], cancel: threading.Event, deadline: float
+    ) -> dict[str, int]:
+        return self._rendezvous.confirm_formed(store, ends, cancel, deadline)
 
     def _cut_rendezvous(self) -> None:
         self._rendezvous.cut()
@@ -270,8 +280,10 @@ class CollectiveReceiver(_Endpoint):
     def _meet(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[PrefixStore, str]:
         return self._rendezvous.join(cancel, deadline, timeout_s)
 
-    def _report_formed(self, store: PrefixStore, deadline: float) -> None:
-        self._rendezvous.report_formed(store)
+    def _confirm_formed(
+        self, store: PrefixStore, ends: list[str], cancel: threading.Event, deadline: float
+    ) -> dict[str, int]:
+        return self._rendezvous.confirm_formed(store, ends, cancel, deadline)
 
     def _cut_rendezvous(self) -> None:
         self._rendezvous.cut()

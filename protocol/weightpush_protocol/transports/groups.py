@@ -46,6 +46,13 @@ class GroupError(Exception):
 class Group(Protocol):
     """A formed process group of one backend."""
 
+    #: Local end of each connection, ``address:port``; tells others which rank an error is about.
+    local_ends: list[str]
+
+    def learn_peers(self, ranks: dict[str, int]) -> None:
+        """Take the rank behind each remote end, to name it in errors."""
+        ...
+
     def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
         """Broadcast a contiguous tensor from rank 0 and wait until it may be used. Raises :class:`GroupError`."""
         ...
@@ -115,6 +122,12 @@ class GlooGroup:
                 self._connections.append(connection)
             else:
                 connection.close()
+        self.local_ends = [_end(connection.getsockname()) for connection in self._connections]
+        self._ranks: dict[str, int] = {}
+
+    def learn_peers(self, ranks: dict[str, int]) -> None:
+        """See :class:`Group`."""
+        self._ranks.update(ranks)
 
     def _is_ours(self, connection: socket.socket) -> bool:
         try:
@@ -150,12 +163,22 @@ class GlooGroup:
         found = re.search(r"\[([0-9a-fA-F.:%\w]+)\]:(\d+)", text)
         if found is None:
             return text
-        with suppress(OSError):
-            peer = sockets.wire_address((found[1].removeprefix("::ffff:"), int(found[2])))
-            for rank, published in enumerate(self._published):
-                if peer in published:
-                    return f"{text} ({f'worker rank {rank}' if rank else 'the trainer'})"
+        host, port = found[1].removeprefix("::ffff:"), int(found[2])
+        # Gloo prints ports as they are on the wire, with their bytes swapped on the machines we run on.
+        for peer in ((host, socket.ntohs(port)), (host, port)):
+            rank = self._rank_at(peer)
+            if rank is not None:
+                return f"{text} ({f'worker rank {rank}' if rank else 'the trainer'})"
         return text
+
+    def _rank_at(self, peer: sockets.Endpoint) -> int | None:
+        known = self._ranks.get(_end(peer))
+        if known is not None:
+            return known
+        with suppress(OSError):
+            address = sockets.wire_address(peer)
+            return next((rank for rank, published in enumerate(self._published) if address in published), None)
+        return None
 
     def abort(self) -> None:
         """See :class:`Group`."""
@@ -167,6 +190,10 @@ class GlooGroup:
         self._group = None
         for connection in self._connections:
             connection.close()
+
+
+def _end(address: tuple[str, int] | tuple[str, int, int, int]) -> str:
+    return f"{address[0]}:{address[1]}"
 
 
 def _published_addresses(store: PrefixStore, size: int) -> list[bytes]:
@@ -189,6 +216,7 @@ class NcclGroup:
     def __init__(self, store: PrefixStore, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         self._device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
         self._aborted = threading.Event()
+        self.local_ends: list[str] = []
         options: Any = dist.ProcessGroupNCCL.Options()
         # Only the loop in _wait decides that time is over.
         options._timeout = timedelta(days=1)
@@ -196,6 +224,9 @@ class NcclGroup:
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         self._group.eager_connect_single_device(self._device)
         self._confirm(time.monotonic() + timeout_s)
+
+    def learn_peers(self, ranks: dict[str, int]) -> None:
+        """See :class:`Group`; NCCL's errors name no peer."""
 
     def _confirm(self, deadline: float) -> None:
         """Run the first operation, in which NCCL makes its connections."""

@@ -9,12 +9,14 @@
     polls until all ranks joined
     sets ``go``                     ───►           poll for ``go``
                  then, and only then, all build the process group
+                                                   set ``formed/<rank>``
+    polls for all, sets ``formed``  ───►           poll for ``formed``; all are open
     gives up: sets ``stop``         ───►           fail at once with the sender's reason
                                     ◄───           give up: set ``left``
 
 The constructors of process groups block and cannot be cancelled, so nobody enters one before all have joined. The store
 is a ``TCPStore`` of this transport alone. Its calls have no time limit of their own when a peer is frozen, which is why
-:func:`run_cancellable` makes them in a thread that the caller can leave.
+its users make them in a thread that they can leave (:mod:`.cancellable`).
 """
 
 from __future__ import annotations
@@ -23,27 +25,19 @@ import hashlib
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Final
 
 # The names that torch.distributed passes on, from where they are typed.
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.transports import sockets
-
-T = TypeVar("T")
+from weightpush_protocol.transports.cancellable import Cancelled
 
 _POLL_S: Final = 0.02
-_CONNECT_S: Final = 10.0
-#: How long a cancelled thread may take to notice before its connections are cut.
-_GRACE_S: Final = 0.3
-
-
-class Cancelled(Exception):
-    """The rendezvous was aborted, or the caller's time was over."""
+_CONNECT_S: Final = 5.0
 
 
 def key_prefix(key: str) -> str:
@@ -63,62 +57,6 @@ def failed(message: str, error: BaseException | None = None, **details: object) 
     if error is not None:
         details["exception"] = type(error).__name__
     return WeightPushError(ErrorCode.RENDEZVOUS_FAILED, message, details=details)
-
-
-def run_cancellable(
-    work: Callable[[], T],
-    *,
-    cancel: threading.Event,
-    deadline: float,
-    cut: Callable[[], None],
-    discard: Callable[[T], None],
-    name: str,
-) -> T:
-    """Return ``work()``, run in a thread that is left behind when it does not end.
-
-    ``work`` looks at ``cancel`` between its blocking calls; one that hangs in a call is freed with ``cut``. A result
-    that comes too late goes to ``discard``.
-
-    Raises:
-        Cancelled: ``cancel`` was set or ``deadline`` (``time.monotonic()``) passed before ``work`` ended.
-        BaseException: what ``work`` raised.
-    """
-    lock = threading.Lock()
-    ended = threading.Event()
-    results: list[T] = []
-    errors: list[BaseException] = []
-    left = False
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
-            errors.append(error)
-        else:
-            with lock:
-                if left:
-                    discard(result)
-                else:
-                    results.append(result)
-        ended.set()
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    while not ended.wait(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
-        if cancel.is_set() or time.monotonic() >= deadline:
-            cancel.set()
-            if not ended.wait(_GRACE_S):
-                cut()
-                ended.wait(_GRACE_S)
-            break
-    with lock:
-        left = not (results or errors)
-    if left:
-        raise Cancelled("aborted")
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 class _Store:
@@ -194,11 +132,15 @@ class RendezvousServer:
         store.set("go", "1")
         return store.namespace("group"), address
 
-    def wait_formed(self, group_store: PrefixStore, cancel: threading.Event, deadline: float) -> None:
-        """Wait until all workers have called :meth:`RendezvousClient.report_formed`.
+    def confirm_formed(
+        self, group_store: PrefixStore, ends: list[str], cancel: threading.Event, deadline: float
+    ) -> dict[str, int]:
+        """Wait until all workers report that they formed the group, and let them know.
+
+        ``ends`` are the local ends of this process's connections; returns the rank behind each end of anybody.
 
         Raises:
-            WeightPushError: ``rendezvous_failed``, naming who did not.
+            WeightPushError: ``rendezvous_failed``, naming who did not report.
             Cancelled: ``cancel`` was set.
         """
         names = [f"formed/{rank}" for rank in range(1, self.world_size)]
@@ -208,6 +150,11 @@ class RendezvousServer:
                 raise failed(f"{ranks_text(absent)} joined, but did not form the group in time", missing_ranks=absent)
             if cancel.wait(_POLL_S / 4):
                 raise Cancelled("aborted")
+        ranks = dict.fromkeys(ends, 0)
+        for rank, name in enumerate(names, 1):
+            ranks.update(dict.fromkeys(bytes(group_store.get(name)).decode().split(), rank))
+        group_store.set("formed", " ".join(f"{end}={rank}" for end, rank in ranks.items()))
+        return ranks
 
     def _missing(self, store: _Store, timeout_s: float) -> WeightPushError:
         absent = self._absent(store)
@@ -285,18 +232,13 @@ class RendezvousClient:
         try:
             return self._join(remote, address, cancel, deadline, timeout_s)
         except RuntimeError as error:
-            # All errors of a store are RuntimeErrors (dist.DistError).
-            raise failed(
-                f"worker rank {self.rank} lost the trainer's rendezvous at {self.at}; did the trainer stop?",
-                error,
-                host=self.host,
-                port=self.port,
-            ) from error
+            raise self._lost(error, cancel) from error
 
     def _join(
         self, remote: str, address: str, cancel: threading.Event, deadline: float, timeout_s: float
     ) -> tuple[PrefixStore, str]:
-        raw = TCPStore(remote, self.port, None, False, timedelta(seconds=_CONNECT_S), wait_for_workers=False)
+        left = timedelta(seconds=max(0.1, min(_CONNECT_S, deadline - time.monotonic())))
+        raw = TCPStore(remote, self.port, None, False, left, wait_for_workers=False)
         store = _Store(raw, self._prefix)
         if store.get("here") is None:
             raise failed(
@@ -328,9 +270,33 @@ class RendezvousClient:
             time.sleep(_POLL_S)
         return store.namespace("group"), address
 
-    def report_formed(self, group_store: PrefixStore) -> None:
-        """Tell the sender that this worker is connected to all others and needs the store no more."""
-        group_store.set(f"formed/{self.rank}", "1")
+    def confirm_formed(
+        self, group_store: PrefixStore, ends: list[str], cancel: threading.Event, deadline: float
+    ) -> dict[str, int]:
+        """Report that this worker formed the group, and wait until all have; see :class:`RendezvousServer`."""
+        try:
+            group_store.set(f"formed/{self.rank}", " ".join(ends))
+            while not group_store.check(["formed"]):
+                if time.monotonic() >= deadline:
+                    raise failed(f"worker rank {self.rank} formed the group, but not all others did in time")
+                if cancel.wait(_POLL_S / 4):
+                    raise Cancelled("aborted")
+            pairs = bytes(group_store.get("formed")).decode().split()
+        except RuntimeError as error:
+            raise self._lost(error, cancel) from error
+        return {end: int(rank) for end, _, rank in (pair.rpartition("=") for pair in pairs)}
+
+    def _lost(self, error: RuntimeError, cancel: threading.Event) -> Exception:
+        """Return what a broken store means. All errors of a store are RuntimeErrors (``DistError``)."""
+        if cancel.is_set():
+            return Cancelled("aborted")
+        return failed(
+            f"worker rank {self.rank} got no answer from the trainer's rendezvous at {self.at}; "
+            "did the trainer stop, or does something else listen there?",
+            error,
+            host=self.host,
+            port=self.port,
+        )
 
     def _unreachable(self, error: OSError) -> WeightPushError:
         reason = "timed out" if isinstance(error, TimeoutError) else (error.strerror or str(error))

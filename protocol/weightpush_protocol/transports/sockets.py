@@ -139,16 +139,11 @@ def own_connections() -> Iterator[socket.socket]:
 
     Yields nothing where ``/proc`` does not list descriptors.
     """
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:
-        return
-    for name in names:
+    # All descriptors are read before the first is duplicated, or a duplicate could be met again.
+    for number in _own_sockets():
         try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
             # The duplicate cannot be closed and reused behind our back, so what is checked on it stays true.
-            duplicate = socket.socket(fileno=os.dup(int(name)))
+            duplicate = socket.socket(fileno=os.dup(number))
         except OSError:
             continue
         if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
@@ -160,6 +155,16 @@ def own_connections() -> Iterator[socket.socket]:
                 yield duplicate
                 continue
         duplicate.close()
+
+
+def _own_sockets() -> list[int]:
+    found = []
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    found.append(int(name))
+    return found
 
 
 def cut(connection: socket.socket) -> None:

@@ -47,7 +47,7 @@ class ByteRanges:
 
     def __init__(self, ranges: Sequence[tuple[int, int]] = ()) -> None:
         self._pending = [torch.tensor(ranges, dtype=torch.int64, device="cpu").reshape(-1, 2)]
-        self._pending_runs = 0
+        self._pending_runs = len(ranges)
 
     def add(self, ranges: torch.Tensor) -> None:
         """Add int64 ``[n, 2]`` ranges, which may overlap."""
@@ -58,7 +58,7 @@ class ByteRanges:
 
     def merged(self) -> torch.Tensor:
         """Return the set as int64 ``[n, 2]``: sorted, disjoint, not touching, none empty."""
-        if len(self._pending) > 1 or self._pending_runs:
+        if self._pending_runs:
             self._pending = [_merge(torch.cat(self._pending))]
             self._pending_runs = 0
         return self._pending[0]

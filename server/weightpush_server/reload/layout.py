@@ -115,10 +115,15 @@ class ModelLayout:
     Attributes:
         checkpoint: tensors of the checkpoint that the model was loaded from, in order; None if that is unknown.
         optional: tensors that a push may bring or leave out, because a cold start ignores them.
-        groups: the recorded tensors.
+        groups: the recorded tensors that a push has to do with.
+        journal: what processing changed beside tensors.
+        quant_methods: path, module and type of each quantization method.
         tied_head: how the output head is tied to the embedding, if it is.
         from_dummy: the first complete push has yet to show which bytes a checkpoint writes.
-        contract: what the model looks like between two updates; None until post-load processing was seen.
+        settled: what the model looked like after the cold start; None until post-load processing was seen.
+        contract: what it looked like before the last update.
+        is_open: an update was begun and not finished.
+        on_meta: names of recorded tensors without storage.
     """
 
     checkpoint: tuple[TensorSpec, ...] | None
@@ -128,6 +133,7 @@ class ModelLayout:
     quant_methods: list[tuple[str, nn.Module, type]]
     tied_head: TiedHead | None
     from_dummy: bool = False
+    settled: Contract | None = None
     contract: Contract | None = None
     is_open: bool = False
     on_meta: list[str] = field(default_factory=list)
@@ -135,10 +141,13 @@ class ModelLayout:
     def settle(self, model: nn.Module) -> None:
         """Note what post-load processing made of the model. Call it once, right after the cold start."""
         self.journal.close()
-        self.contract = Contract.of(model)
+        self.contract = self.settled = Contract.of(model)
         for group in self.groups:
             if group.kept is not None and _untouched(group):
                 group.kept = None
+        # What neither loading nor processing writes is no business of a push: the runtime may exchange it at will
+        # (rotary tables are cast at the first forward).
+        self.groups = [group for group in self.groups if len(group.required) or group.kept is not None]
 
 
 def record_layout(

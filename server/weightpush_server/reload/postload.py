@@ -95,7 +95,7 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
     assert layout.contract is not None
     with torch.inference_mode(False):
         layout.contract.write_back(model)
-    layout.contract.check(model)
+    layout.contract.check(model, settled=layout.settled)
     _prove_runtime(model, poisoned=session.poisoned)
     proof = ReloadProof(
         fingerprint=fingerprint(model),

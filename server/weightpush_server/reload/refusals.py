@@ -10,6 +10,7 @@ from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMet
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_server.reload.contract import registered
 from weightpush_server.reload.layout import ModelLayout, find_layout
+from weightpush_server.reload.opening import find_places
 
 
 def check_reloadable(model: nn.Module) -> None:
@@ -20,7 +21,7 @@ def check_reloadable(model: nn.Module) -> None:
             for online quantization, weights without storage, and layers whose quantization method was exchanged.
     """
     layout = find_layout(model)
-    if layout is None or layout.contract is None:
+    if layout is None or layout.settled is None:
         raise WeightPushError(
             ErrorCode.LAYOUT_UNKNOWN,
             "the cold start of this model was not recorded; start the server with --load-format weightpush",
@@ -38,6 +39,9 @@ def check_reloadable(model: nn.Module) -> None:
         found = type(getattr(module, "quant_method", None))
         if found is not recorded:
             raise _refused(path, f"its quantization method was {recorded.__name__} and is {found.__name__} now")
+    for group, place in zip(layout.groups, find_places(layout.groups), strict=True):
+        if place is None and group.kept is None and len(group.required) < group.nbytes:
+            raise _refused(group.name, "it was exchanged since the start, and the checkpoint brings only a part of it")
 
 
 def _check_quantization(path: str, method: object) -> None:
