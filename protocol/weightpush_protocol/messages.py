@@ -70,7 +70,8 @@ class DigestKind(StrEnum):
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # A validation error must not print the transport's key.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
 class _Answer(BaseModel):

@@ -27,15 +27,25 @@ class TaintedGuard:
 
     def _guarded(self, runner: Any, execute_model: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.tainted:
+            # A dummy step belongs to no request; engines that run in lockstep must not miss one.
+            if not self.tainted or kwargs.get("dummy_run"):
                 return execute_model(scheduler_output, *args, **kwargs)
             self.steps_withheld += 1
-            # The scheduler counts on the runner's bookkeeping of new, finished and preempted requests.
-            if hasattr(runner, "_update_states"):
-                runner._update_states(scheduler_output)
+            _keep_books(runner, scheduler_output)
             return _no_tokens(scheduler_output)
 
         return guarded
+
+
+def _keep_books(runner: Any, scheduler_output: Any) -> None:
+    """Let the runner note new, finished and preempted requests, as at the start of any step."""
+    if hasattr(runner, "_update_states"):  # Model runner V1.
+        runner._update_states(scheduler_output)
+        return
+    runner.update_pp_decode_requests()  # V2.
+    for note in (runner.finish_requests, runner.free_states, runner.add_requests, runner.update_requests):
+        note(scheduler_output)
+    runner.block_tables.apply_staged_writes()
 
 
 def _no_tokens(scheduler_output: Any) -> Any:

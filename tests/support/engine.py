@@ -16,6 +16,7 @@ from torch import nn
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -51,7 +52,8 @@ class Engine:
 
 @contextmanager
 def engine(checkpoint: Path, *, inner_format: str = "auto", **options: Any) -> Iterator[Engine]:
-    """Run an engine on ``checkpoint`` in this process; one at a time."""
+    """Run an engine on ``checkpoint`` in this process; one at a time, since they share vLLM's process groups."""
+    assert not model_parallel_is_initialized(), "another engine runs in this process"
     register_loader()
     llm = LLM(
         str(checkpoint),

@@ -35,7 +35,6 @@ PROGRAM = [sys.executable, "-c", "from weightpush_client.cli import main; main()
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ContractServer]:
     monkeypatch.setenv("WEIGHTPUSH_CONTROL_TOKEN", TOKEN)
-    monkeypatch.setenv("COLUMNS", "200")
     server = ContractServer([TensorSpec.of(name, tensor) for name, tensor in WEIGHTS.items()])
     yield server
     server.close()

@@ -18,6 +18,7 @@ FAILED_EXIT: Final = 1
 UNREACHABLE_EXIT: Final = 2
 # Offenders that the terminal shows; the server's answer holds more.
 _SHOWN: Final = 20
+_FILE_WIDTH: Final = 200
 
 TokenOption = Annotated[
     str | None,
@@ -94,8 +95,11 @@ def stderr() -> Console:
 
 
 def stdout() -> Console:
-    """Return a console on standard output; prints text as it is."""
-    return Console(markup=False, highlight=False, soft_wrap=True)
+    """Return a console on standard output; prints text as it is, and wide tables where no screen limits them."""
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(console.width, _FILE_WIDTH)
+    return console
 
 
 def print_error(error: WeightPushError) -> None:

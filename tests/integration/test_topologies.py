@@ -1,0 +1,132 @@
+"""Servers of several processes: every API process shuts its gate, every worker lands, embeddings are gated too."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from integration.conftest import PROMPTS, Checkpoints
+from support import trainer
+from support.server import ServerProcess
+from weightpush_client import WeightPusher
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+
+def push(server: ServerProcess, directory: Path, version: str, transport: str) -> None:
+    with WeightPusher(server.url, transport=transport, bucket_bytes=40_000) as pusher:
+        pusher.push(directory, weight_version=version)
+
+
+def over_new_connections(server: ServerProcess, times: int = 24) -> list[httpx.Response]:
+    """Ask over connections that the kernel spreads over the API processes."""
+    return [server.complete(PROMPTS[0], max_tokens=4) for _ in range(times)]
+
+
+def test_two_api_processes_share_one_gate(checkpoints: Checkpoints, cold_b: dict[str, str], tmp_path: Path) -> None:
+    with ServerProcess(checkpoints.a, ["--api-server-count", "2"], folder=tmp_path) as server:
+        assert {answer.status_code for answer in over_new_connections(server)} == {200}
+        process = trainer.start(
+            server.url, checkpoints.b, "lost", transport="gloo", pause_at="stream:2", token=None, lease_s=2.0
+        )
+        assert {answer.status_code for answer in over_new_connections(server)} == {503}
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert server.wait_state("failed")["last_error"]["code"] == "lease_lost"
+        assert {answer.status_code for answer in over_new_connections(server)} == {503}
+        for number in range(4):  # Calls of one update meet both processes.
+            push(server, checkpoints.b, f"B{number}", ("gloo", "http")[number % 2])
+        answers = over_new_connections(server)
+        assert {answer.headers["X-Weight-Version"] for answer in answers} == {"B3"}
+        assert {answer.json()["choices"][0]["text"] for answer in answers} == {cold_b[PROMPTS[0]][:4]}
+        assert {server.status()["instance_id"] for _ in range(8)} == {server.status()["instance_id"]}
+
+
+def round_trips(server: ServerProcess, checkpoints: Checkpoints, workers: int) -> None:
+    """Push B and A over both transports; answers and fingerprints of one checkpoint never change."""
+    cold_a = {prompt: server.answer(prompt) for prompt in PROMPTS}
+    answers: dict[str, dict[str, str]] = {"A": cold_a}
+    fingerprints: dict[str, str] = {}
+    for label, transport in (("B", "gloo"), ("A", "http"), ("B", "http"), ("A", "gloo")):
+        push(server, checkpoints.a if label == "A" else checkpoints.b, label, transport)
+        for _ in range(4):  # Data-parallel engines take turns.
+            seen = {prompt: server.answer(prompt) for prompt in PROMPTS}
+            assert answers.setdefault(label, seen) == seen
+        status = server.status()
+        assert fingerprints.setdefault(label, status["fingerprint"]) == status["fingerprint"]
+        assert [worker["weight_version"] for worker in status["workers"]] == [label] * workers
+        assert {worker["tensors_done"] for worker in status["workers"]} == {25}
+    assert answers["A"] != answers["B"]
+    assert fingerprints["A"] != fingerprints["B"]
+
+
+@pytest.mark.case("C72", "C107")
+def test_tensor_parallel_workers_each_land_their_part(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with ServerProcess(
+        checkpoints.a, ["--tensor-parallel-size", "2"], environment=environment, folder=tmp_path, executor="mp"
+    ) as server:
+        round_trips(server, checkpoints, workers=2)
+
+
+@pytest.mark.case("C72")
+def test_data_parallel_engines_all_change(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with ServerProcess(checkpoints.a, ["--data-parallel-size", "2"], folder=tmp_path) as server:
+        round_trips(server, checkpoints, workers=2)
+
+
+def test_embeddings_are_gated_and_follow_the_push(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    def embed(server: ServerProcess) -> httpx.Response:
+        body = {"model": str(server.model), "input": "some text"}
+        return httpx.post(f"{server.url}/v1/embeddings", json=body, trust_env=False, timeout=60)
+
+    with ServerProcess(checkpoints.a, ["--runner", "pooling"], folder=tmp_path, host="::1") as server:
+        cold = embed(server).json()["data"][0]["embedding"]
+        push(server, checkpoints.b, "B", "gloo")
+        other = embed(server)
+        assert other.headers["X-Weight-Version"] == "B"
+        assert other.json()["data"][0]["embedding"] != cold
+        process = trainer.start(
+            server.url, checkpoints.a, "lost", transport="gloo", pause_at="stream:1", token=None, lease_s=1.0
+        )
+        for path in ("/v1/embeddings", "/pooling", "/v2/embed", "/score", "/rerank", "/classify", "/invocations"):
+            answer = httpx.post(f"{server.url}{path}", json={"input": "x"}, trust_env=False)
+            assert answer.status_code == 503, path
+        process.kill()
+        process.wait()
+        server.wait_state("failed")
+        push(server, checkpoints.a, "A", "http")
+        assert embed(server).json()["data"][0]["embedding"] == cold
+
+
+@pytest.mark.case("C69")
+def test_every_route_of_the_application_is_known(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """While the server is failed, what is not on the short list of harmless routes answers 503."""
+    from weightpush_server.gate import is_control_path, is_gated
+
+    with ServerProcess(checkpoints.a, folder=tmp_path) as server:
+        process = trainer.start(
+            server.url, checkpoints.a, "lost", transport="gloo", pause_at="stream:1", token=None, lease_s=0.5
+        )
+        process.kill()
+        process.wait()
+        server.wait_state("failed")
+        time.sleep(0.1)
+        routes = [
+            (method, route)
+            for line in server.log.read_text().splitlines()
+            if "Route: " in line and "Methods: " in line
+            for route in [line.partition("Route: ")[2].partition(", Methods: ")[0]]
+            for method in line.partition("Methods: ")[2].split(", ")
+        ]
+        assert len(routes) > 20
+        for method, route in routes:
+            if is_control_path(route) or not is_gated(method, route):
+                continue
+            answer = httpx.request(method, f"{server.url}{route}", trust_env=False, timeout=30)
+            assert answer.status_code == 503, (method, route)
+        generating = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations"}
+        assert generating <= {route for method, route in routes if is_gated(method, route)}
