@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_server.config import ServerConfig
-from weightpush_server.coordinator import Coordinator
+from weightpush_server.coordinator import Coordinator, combine_fingerprints
 from weightpush_server.engine import Engine
 from weightpush_server.gate import Gate
 from weightpush_server.shared_state import SharedState
@@ -37,7 +37,10 @@ class ServerContext:
     async def start(self, client: EngineClient) -> None:
         """Connect to the engine, let its workers introduce themselves, and start watching."""
         engine = Engine(client, workers=self.shared.workers)
-        await engine.call("weightpush_describe")
+        workers = await engine.call("weightpush_describe")
+        with self.shared.transaction() as control:
+            if control.epoch == 0:
+                control.fingerprint = combine_fingerprints([worker["fingerprint"] for worker in workers])
         self._coordinator = Coordinator(self.shared, engine)
         watchdog = Watchdog(self.shared, engine, self._coordinator, self.gate)
         self._watching = asyncio.create_task(watchdog.run(), name="weightpush-watchdog")

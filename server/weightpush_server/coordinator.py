@@ -267,7 +267,7 @@ class Coordinator:
         update_id, epoch = update.update_id, update.epoch
         self._enter(update_id, Phase.CLOSING)
         proofs = await self._engine.call("weightpush_close", epoch)
-        fingerprint = _combine([proof["fingerprint"] for proof in proofs])
+        fingerprint = combine_fingerprints([proof["fingerprint"] for proof in proofs])
         self._enter(update_id, Phase.RESETTING_CACHES)
         await self._engine.reset_caches()
         self._enter(update_id, Phase.PUBLISHING)
@@ -446,7 +446,7 @@ def _bucket_error(update: UpdateRecord, bucket: int, what: str) -> WeightPushErr
     )
 
 
-def _combine(fingerprints: list[str]) -> str:
+def combine_fingerprints(fingerprints: list[str]) -> str:
     """Return one fingerprint for a server: its worker's own, or a digest over those of all workers in rank order."""
     if len(fingerprints) == 1:
         return fingerprints[0]

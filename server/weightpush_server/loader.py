@@ -64,13 +64,14 @@ class WeightpushLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not an
             raise ValueError(
                 f"load format {inner_format!r} cannot be used under {LOAD_FORMAT!r}: name one that reads a checkpoint"
             )
-        inner_config = dataclasses.replace(load_config, load_format=inner_format, model_loader_extra_config=extra)
-        self._inner: BaseModelLoader = model_loader.get_model_loader(inner_config)
-        if type(self._inner).load_model is not BaseModelLoader.load_model:
+        inner_class = model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(inner_format, BaseModelLoader)
+        if inner_class.load_model is not BaseModelLoader.load_model:
             raise ValueError(
                 f"load format {inner_format!r} processes weights while loading them, so their checkpoint layout cannot "
                 "be recorded; use another load format"
             )
+        inner_config = dataclasses.replace(load_config, load_format=inner_format, model_loader_extra_config=extra)
+        self._inner: BaseModelLoader = model_loader.get_model_loader(inner_config)
         self._is_dummy = inner_format == "dummy"
 
     def __getattr__(self, name: str) -> Any:

@@ -25,6 +25,7 @@ from weightpush_server.progress import ProgressWriter
 from weightpush_server.receiver import UpdateReceiver
 from weightpush_server.records import WorkerRecord
 from weightpush_server.reload import check_reloadable, finish_reload, start_reload
+from weightpush_server.reload.fingerprint import fingerprint
 from weightpush_server.reload.layout import ModelLayout, find_layout
 from weightpush_server.shared_state import SharedState
 
@@ -142,8 +143,9 @@ class WeightPushWorkerExtension:
 
     @_rpc
     def weightpush_describe(self) -> dict[str, Any]:
-        """Introduce this worker in the shared record."""
-        return {"rank": _state(self).rank}
+        """Introduce this worker in the shared record, and return the fingerprint of what it serves."""
+        state = _state(self)
+        return {"rank": state.rank, "fingerprint": fingerprint(state.model)}
 
     @_rpc
     def weightpush_manifest(self) -> dict[str, Any]:

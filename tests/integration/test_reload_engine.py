@@ -432,6 +432,22 @@ def test_processing_that_fails_half_way_is_repaired(
     assert _repaired(live, b, cold("qwen3", 2))
 
 
+@pytest.mark.case("C4", "C46")
+def test_a_session_that_is_over_writes_nothing(live: Engine, root: Path) -> None:
+    a, b = read(checkpoint("qwen3", 1, root)), read(checkpoint("qwen3", 2, root))
+    stale = _start(live)
+    closed = _start(live)
+    with pytest.raises(WeightPushError, match="a later update") as caught:
+        land(stale, b)
+    assert caught.value.code is ErrorCode.STALE_UPDATE
+    land(closed, a)
+    before = finish_reload(closed).fingerprint
+    for step in (lambda: land(closed, b), lambda: finish_reload(closed), lambda: finish_reload(stale)):
+        with pytest.raises(WeightPushError, match="is over|has been closed"):
+            step()
+    assert fingerprint(live.model) == before
+
+
 @pytest.mark.case("C95", "C96")
 def test_a_refusal_changes_nothing(live: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(live.model)

@@ -20,6 +20,8 @@ from weightpush_server.loader import (
     INNER_FORMAT_KEY,
     LOAD_FORMAT,
     WeightpushLoader,
+    _Checkpoint,
+    _listening,
     read_checkpoint_specs,
     register_loader,
 )
@@ -117,20 +119,15 @@ class Model(nn.Module):
 
 
 def test_listening_ends_with_the_loading() -> None:
-    from weightpush_server.loader import _Checkpoint, _listening
-
     model, heard = Model(), _Checkpoint()
-    with pytest.raises(RuntimeError), _listening(model, heard):
-        model.load_weights([("weight", torch.ones(2))])
-        raise RuntimeError
+    with pytest.raises(RuntimeError, match="must match the size"), _listening(model, heard):
+        model.load_weights([("weight", torch.ones(3))])
     model.load_weights([("other", torch.ones(2))])
     assert "load_weights" not in model.__dict__
-    assert heard.specs() == (TensorSpec(name="weight", dtype="float32", shape=(2,)),)
+    assert heard.specs() == (TensorSpec(name="weight", dtype="float32", shape=(3,)),)
 
 
 def test_a_dtype_that_cannot_travel_makes_the_checkpoint_unknown(caplog: pytest.LogCaptureFixture) -> None:
-    from weightpush_server.loader import _Checkpoint, _listening
-
     model, heard = Model(), _Checkpoint()
     with _listening(model, heard):
         model.load_weights([("a", torch.ones(2)), ("b", torch.ones(2, dtype=torch.complex64))])

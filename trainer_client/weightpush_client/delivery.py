@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,9 +46,16 @@ def deliver_by_broadcast(
         PushError: a server refused it or, where sending failed, what the server says about it.
         WeightPushError: ``transport_failed``: sending failed, and no server knows why.
     """
+    call_id = uuid.uuid4().hex  # Repeated with the same id, an announcement is known for a retry.
     fleet.call(
         lambda index, server: server.announce(
-            StreamRequest(update_id=update.update_id, epoch=update.epochs[index], bucket=number, digests=digests),
+            StreamRequest(
+                update_id=update.update_id,
+                epoch=update.epochs[index],
+                bucket=number,
+                call_id=call_id,
+                digests=digests,
+            ),
             update.bucket_s + SLACK_S,
         ),
         update.scope,

@@ -47,6 +47,18 @@ class ReloadSession:
         self._writes = WriteLog()
         self._head_digest: str | None = None
         self._error: WeightPushError | None = None
+        layout.updates += 1
+        self._number = layout.updates
+
+    def _check_current(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._number != self.layout.updates:
+            raise WeightPushError(ErrorCode.STALE_UPDATE, "a later update of this model has begun; this one is over")
+
+    def seal(self) -> None:
+        """End the session: from here on the model is not in checkpoint layout, and nothing may land or finish twice."""
+        self._error = WeightPushError(ErrorCode.UPDATE_FAILED, "this update has been closed; begin another one")
 
     @property
     def landed(self) -> frozenset[str]:
@@ -59,9 +71,9 @@ class ReloadSession:
         Raises:
             WeightPushError: LANDING_FAILED, naming the tensor that was being loaded: it is unknown, came twice, has
                 another shape or dtype than the checkpoint, or the model's loader raised. The session is over then.
+                STALE_UPDATE where a later session of this model took over.
         """
-        if self._error is not None:
-            raise self._error
+        self._check_current()
         stream = _Stream(self, tensors)
         try:
             with loading_context(self.vllm_config, self.device), WriteRecorder(self._writes):
@@ -117,10 +129,9 @@ class ReloadSession:
 
         Raises:
             WeightPushError: PROOF_FAILED, naming the first tensor or weight that is missing, or the first weight with
-                poison left in it; or the error that ended this session.
+                poison left in it; STALE_UPDATE where a later session took over; or the error that ended this session.
         """
-        if self._error is not None:
-            raise self._error
+        self._check_current()
         self._prove_names()
         places = find_places(self.layout.groups)
         for group, place in zip(self.layout.groups, places, strict=True):

@@ -123,6 +123,7 @@ class ModelLayout:
         settled: what the model looked like after the cold start; None until post-load processing was seen.
         contract: what it looked like before the last update.
         is_open: an update was begun and not finished.
+        updates: number of updates begun so far.
         on_meta: names of recorded tensors without storage.
     """
 
@@ -136,6 +137,7 @@ class ModelLayout:
     settled: Contract | None = None
     contract: Contract | None = None
     is_open: bool = False
+    updates: int = 0
     on_meta: list[str] = field(default_factory=list)
 
     def settle(self, model: nn.Module) -> None:

@@ -79,6 +79,7 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
     session.prove_landed()
     if layout.from_dummy:
         session.learn_required()
+    session.seal()
     checked = time.perf_counter()
     with loading_context(session.vllm_config, session.device):
         layout.journal.undo()
