@@ -98,8 +98,8 @@ class SharedState:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("r+b")
-        self._memory = mmap.mmap(self._file.fileno(), 0)
+        with path.open("r+b") as file:  # The mapping keeps the file by itself.
+            self._memory = mmap.mmap(file.fileno(), 0)
         header: tuple[bytes, int, int] = _FILE_HEADER.unpack_from(self._memory, 0)
         magic, self._api_processes, self._workers = header
         if magic != _MAGIC:

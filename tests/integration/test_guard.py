@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm import SamplingParams
+
 from support.engine import ENVIRONMENT, engine
 from support.tiny import checkpoint
-from vllm import SamplingParams
 from weightpush_server.guard import TaintedGuard
 
 

@@ -119,7 +119,7 @@ def _shuffled(tensors: Tensors, buckets: int) -> list[Tensors]:
     return [order[start::buckets] for start in range(buckets)]
 
 
-@pytest.mark.case("C1", "C27", "C29", "C30", "C31", "C32", "C33", "C40", "C41", "C50", "C51", "C63", "C68")
+@pytest.mark.case("C29", "C30", "C31", "C32", "C33", "C40", "C41", "C51", "C63", "C68")
 @pytest.mark.parametrize("key", MODELS)
 def test_push_equals_cold_start(
     key: str, root: Path, cold: Callable[[str, int], Snapshot], table: dict[str, Row]
@@ -150,6 +150,7 @@ def test_push_equals_cold_start(
             fingerprints[direction].add(proof.fingerprint)
             found = snapshot(live)
             problems += row.add(direction, found, cold_a if direction == "a" else cold_b)
+            assert _scratch_still_alive(live) == []
         assert problems == []
         assert row.tokens
         assert row.logprobs
@@ -163,6 +164,15 @@ def _addresses(live: Engine) -> dict[str, int]:
     """Addresses of what post-load processing leaves alone: norms, embeddings, buffers. Experts are packed anew."""
     tensors = registered(live.model).items()
     return {name: tensor.data_ptr() for name, tensor in tensors if tensor.numel() and "experts" not in name}
+
+
+def _scratch_still_alive(live: Engine) -> list[str]:
+    """Name the groups whose tensors are gone and whose storage is not."""
+    layout = find_layout(live.model)
+    assert layout is not None
+    gone = [group for group in layout.groups if all(member.live() is None for member in group.members)]
+    assert gone
+    return [group.name for group in gone if group.storage.alive]
 
 
 def _write_checkpoint(like: Path, to: Path, tensors: Tensors) -> Path:
@@ -289,7 +299,7 @@ def live(root: Path, cold: Callable[[str, int], Snapshot]) -> Iterator[Engine]:
         yield started
 
 
-@pytest.mark.case("C3", "C4", "C6", "C42")
+@pytest.mark.case("C4", "C42")
 def test_a_failed_landing_names_the_tensor_and_a_complete_push_repairs(
     live: Engine, root: Path, cold: Callable[[str, int], Snapshot]
 ) -> None:
@@ -308,7 +318,7 @@ def test_a_failed_landing_names_the_tensor_and_a_complete_push_repairs(
     assert _repaired(live, b, cold("qwen3", 2))
 
 
-@pytest.mark.case("C15", "C42")
+@pytest.mark.case("C42")
 def test_an_error_of_a_loader_keeps_its_type_and_text(
     live: Engine, root: Path, cold: Callable[[str, int], Snapshot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,7 +362,7 @@ def test_a_missing_tensor_is_named(
     assert snapshot(live).differing(cold("qwen3", 2)) == []
 
 
-@pytest.mark.case("C23", "C41", "C54", "C59")
+@pytest.mark.case("C27", "C59")
 @pytest.mark.parametrize(
     ("offer", "reason"),
     [
@@ -374,7 +384,7 @@ def test_what_the_checkpoint_does_not_have_is_not_landed(
     push(live, a)
 
 
-@pytest.mark.case("C49", "C65")
+@pytest.mark.case("C49")
 def test_a_loader_that_drops_bytes_is_caught(
     live: Engine, root: Path, cold: Callable[[str, int], Snapshot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,7 +442,20 @@ def test_processing_that_fails_half_way_is_repaired(
     assert _repaired(live, b, cold("qwen3", 2))
 
 
-@pytest.mark.case("C4", "C46")
+@pytest.mark.case("C68")
+def test_poison_fills_all_that_a_push_must_write(
+    live: Engine, root: Path, cold: Callable[[str, int], Snapshot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTPUSH_POISON", "1")
+    session = start_reload(live.model, vllm_config=live.vllm_config, device=CPU)
+    loaded = {name for name, _ in live.model.named_parameters()}
+    assert [name for name in loaded if not registered(live.model)[name].isnan().all()] == []
+    b = read(checkpoint("qwen3", 2, root))
+    land(session, b[:5])
+    assert _repaired(live, b, cold("qwen3", 2))
+
+
+@pytest.mark.case("C4")
 def test_a_session_that_is_over_writes_nothing(live: Engine, root: Path) -> None:
     a, b = read(checkpoint("qwen3", 1, root)), read(checkpoint("qwen3", 2, root))
     stale = _start(live)
@@ -443,12 +466,12 @@ def test_a_session_that_is_over_writes_nothing(live: Engine, root: Path) -> None
     land(closed, a)
     before = finish_reload(closed).fingerprint
     for step in (lambda: land(closed, b), lambda: finish_reload(closed), lambda: finish_reload(stale)):
-        with pytest.raises(WeightPushError, match="is over|has been closed"):
+        with pytest.raises(WeightPushError, match=r"is over|has been closed"):
             step()
     assert fingerprint(live.model) == before
 
 
-@pytest.mark.case("C95", "C96")
+@pytest.mark.case("C95")
 def test_a_refusal_changes_nothing(live: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(live.model)
     objects = registered(live.model)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
 from pathlib import Path
 
 import httpx
 import pytest
+
 from integration.conftest import PROMPTS, Checkpoints
 from support import trainer
 from support.server import ServerProcess
@@ -100,6 +103,27 @@ def test_embeddings_are_gated_and_follow_the_push(checkpoints: Checkpoints, tmp_
         server.wait_state("failed")
         push(server, checkpoints.a, "A", "http")
         assert embed(server).json()["data"][0]["embedding"] == cold
+
+
+@pytest.mark.case("C14")
+def test_a_killed_worker_is_reported_and_the_trainer_does_not_hang(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with ServerProcess(checkpoints.a, folder=tmp_path) as server:
+        server.set_faults(slow_land_ms=500)
+        process = trainer.start(
+            server.url, checkpoints.b, "B", transport="gloo", pause_at="none", token=None, lease_s=30
+        )
+        status = server.wait_state("updating", timeout_s=60)
+        os.kill(status["workers"][0]["pid"], signal.SIGKILL)
+        seen = []
+        while process.poll() is None:
+            with contextlib.suppress(httpx.HTTPError):
+                seen.append(server.status())
+            time.sleep(0.02)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "PushError" in errors
+        assert not any(status["serving"] for status in seen)
+        assert server.wait_exit(60) != 0 or seen[-1]["last_error"]["code"] == "worker_lost"
 
 
 @pytest.mark.case("C69")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightpush_server.reload.coverage import WriteLog, WriteRecorder
-from weightpush_server.reload.layout import ModelLayout, record_layout
+from weightpush_server.reload.layout import ModelLayout, find_layout, record_layout
 from weightpush_server.reload.opening import find_places, open_groups, unwritten
 from weightpush_server.reload.storage import storage_id
 
@@ -201,3 +201,9 @@ def test_what_neither_loading_nor_processing_writes_is_left_to_the_runtime() -> 
     open_groups(layout.groups, poison=True)
     assert layer.scale is exchanged
     assert layer.scale.item() == 8.0
+
+
+def test_each_model_has_its_own_record() -> None:
+    first, second = Layer(), Layer()
+    layouts = [record_layout(model, None, writes=_load(model, 1.0)) for model in (first, second)]
+    assert [find_layout(first), find_layout(second), find_layout(nn.Sequential(first))] == [*layouts, None]

@@ -46,22 +46,33 @@ class ByteRanges:
     """A set of bytes as half-open ranges."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]] = ()) -> None:
-        self._pending = [torch.tensor(ranges, dtype=torch.int64, device="cpu").reshape(-1, 2)]
+        self._merged = torch.empty(0, 2, dtype=torch.int64, device="cpu")
+        self._pairs = list(ranges)
+        self._pending: list[torch.Tensor] = []
         self._pending_runs = len(ranges)
+
+    def add_pair(self, start: int, end: int) -> None:
+        """Add one range."""
+        self._pairs.append((start, end))
+        self._count(1)
 
     def add(self, ranges: torch.Tensor) -> None:
         """Add int64 ``[n, 2]`` ranges, which may overlap."""
         self._pending.append(ranges)
-        self._pending_runs += len(ranges)
+        self._count(len(ranges))
+
+    def _count(self, runs: int) -> None:
+        self._pending_runs += runs
         if self._pending_runs > _MERGE_AT:
             self.merged()
 
     def merged(self) -> torch.Tensor:
         """Return the set as int64 ``[n, 2]``: sorted, disjoint, not touching, none empty."""
         if self._pending_runs:
-            self._pending = [_merge(torch.cat(self._pending))]
-            self._pending_runs = 0
-        return self._pending[0]
+            pairs = torch.tensor(self._pairs, dtype=torch.int64, device="cpu").reshape(-1, 2)
+            self._merged = _merge(torch.cat([self._merged, pairs, *self._pending]))
+            self._pairs, self._pending, self._pending_runs = [], [], 0
+        return self._merged
 
     def within(self, start: int, end: int) -> ByteRanges:
         """Return the part between bytes ``start`` and ``end``, counted from ``start``."""
@@ -117,7 +128,10 @@ class WriteLog:
         if written is None:
             reference = StorageRef(tensor.untyped_storage())
             written = self._of_storage[reference.id] = _Written(reference)
-        written.ranges.add(covered_ranges(tensor))
+        if tensor.is_contiguous():
+            written.ranges.add_pair(*byte_range(tensor))
+        else:
+            written.ranges.add(covered_ranges(tensor))
 
     def ranges(self, storage: torch.UntypedStorage) -> ByteRanges:
         """Return what was written to ``storage``, in bytes from its start."""

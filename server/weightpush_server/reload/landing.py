@@ -56,6 +56,10 @@ class ReloadSession:
         if self._number != self.layout.updates:
             raise WeightPushError(ErrorCode.STALE_UPDATE, "a later update of this model has begun; this one is over")
 
+    def _fail(self, error: WeightPushError) -> None:
+        # A copy: the frames in the traceback of the original hold received tensors, and so the receiver's buffers.
+        self._error = WeightPushError.from_detail(error.body().error)
+
     def seal(self) -> None:
         """End the session: from here on the model is not in checkpoint layout, and nothing may land or finish twice."""
         self._error = WeightPushError(ErrorCode.UPDATE_FAILED, "this update has been closed; begin another one")
@@ -80,11 +84,13 @@ class ReloadSession:
                 cast(Callable[..., Any], self.model.load_weights)(stream)
                 self._own_storage(stream.storages)
         except WeightPushError as error:
-            self._error = error
+            self._fail(error)
             raise
         except Exception as error:
-            self._error = _failed(stream.current, f"the model's loader raised {type(error).__name__}: {error}", error)
-            raise self._error from error
+            reason = f"the model's loader raised {type(error).__name__}: {error}"
+            failure = _failed(stream.current, reason, error)
+            self._fail(failure)
+            raise failure from error
         self._writes.forget_dead()
 
     def accept(self, name: str, tensor: torch.Tensor) -> bool:
@@ -99,15 +105,10 @@ class ReloadSession:
         expected = optional or self._expected.get(name)
         if expected is None:
             raise _failed(name, "the checkpoint that this model was loaded from has no tensor of that name")
-        try:
-            given = TensorSpec.of(name, tensor)
-        except ValueError as error:
-            raise _failed(name, str(error), error) from error
-        problems = compare_manifest([expected], [given])
-        if problems:
-            raise _failed(name, f"expected {problems[0].expected}, given {problems[0].given}")
+        if tensor.shape != expected.shape or tensor.dtype is not expected.torch_dtype:
+            _require_same(expected, tensor)
         self._landed.add(name)
-        self.nbytes += given.nbytes
+        self.nbytes += tensor.nbytes
         if optional is None:
             return True
         head = self.layout.tied_head
@@ -198,6 +199,16 @@ class _Stream:
             if self._session.accept(name, tensor):
                 self.storages.add(tensor.untyped_storage()._cdata)
                 yield name, tensor
+
+
+def _require_same(expected: TensorSpec, tensor: torch.Tensor) -> None:
+    try:
+        given = TensorSpec.of(expected.name, tensor)
+    except ValueError as error:
+        raise _failed(expected.name, str(error), error) from error
+    problems = compare_manifest([expected], [given])
+    if problems:
+        raise _failed(expected.name, f"expected {problems[0].expected}, given {problems[0].given}")
 
 
 def _failed(name: str | None, reason: str, cause: BaseException | None = None) -> WeightPushError:
