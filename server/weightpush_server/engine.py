@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 PauseMode = Literal["abort", "wait", "keep"]
+_T = TypeVar("_T")
+#: How often a pending call looks whether its engine still lives, in seconds.
+_HEARTBEAT_S: Final = 0.2
 
 
 class Engine:
@@ -34,15 +38,10 @@ class Engine:
         Raises:
             WeightPushError: the first worker's error; ``worker_lost`` if the engine died or a worker did not answer.
         """
-        try:
-            # With several engines `collective_rpc` would return the answers of the first one only.
-            per_engine = await self._client.engine_core.call_utility_all_async(
-                "collective_rpc", method, None, args, None
-            )
-        except Exception as error:
-            if self.dead:
-                raise self._lost(f"{type(error).__name__}: {error}") from error
-            raise
+        # With several engines `collective_rpc` would return the answers of the first one only.
+        per_engine: list[list[dict[str, Any]]] = await self._while_alive(
+            self._client.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+        )
         answers = [answer for answers in per_engine for answer in answers]
         if len(answers) != self._workers:
             raise self._lost(f"{method} was answered by {len(answers)} of {self._workers} workers")
@@ -53,7 +52,7 @@ class Engine:
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
         """Pause all engines; return whether that was complete within ``timeout_s``. A late pause still happens."""
-        pausing = asyncio.ensure_future(self._client.pause_generation(mode=mode, clear_cache=False))
+        pausing = asyncio.ensure_future(self._while_alive(self._client.pause_generation(mode=mode, clear_cache=False)))
         done, _ = await asyncio.wait({pausing}, timeout=timeout_s)
         if pausing in done:
             pausing.result()
@@ -62,7 +61,7 @@ class Engine:
 
     async def resume(self) -> None:
         """Let all engines run again."""
-        await self._client.resume_generation()
+        await self._while_alive(self._client.resume_generation())
 
     async def reset_caches(self) -> None:
         """Forget everything that was computed with the old weights, KV of frozen requests included.
@@ -71,12 +70,14 @@ class Engine:
             WeightPushError: ``cache_reset_failed``, if a cache says that it could not be emptied.
         """
         try:
-            emptied = await self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-            await self._client.reset_encoder_cache()
-            await self._client.reset_mm_cache()
+            emptied = await self._while_alive(
+                self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            )
+            await self._while_alive(self._client.reset_encoder_cache())
+            await self._while_alive(self._client.reset_mm_cache())
+        except WeightPushError:
+            raise
         except Exception as error:
-            if self.dead:
-                raise self._lost(str(error)) from error
             message = f"caches of the old weights could not be emptied: {type(error).__name__}: {error}"
             raise WeightPushError(ErrorCode.CACHE_RESET_FAILED, message) from error
         if not emptied:
@@ -86,7 +87,25 @@ class Engine:
 
     async def label(self, weight_version: str) -> None:
         """Tell vLLM the version, for the answers of its own that carry one."""
-        await self._client.update_weight_version(weight_version)
+        await self._while_alive(self._client.update_weight_version(weight_version))
+
+    async def _while_alive(self, work: Awaitable[_T]) -> _T:
+        """Wait for ``work``, but not for ever: vLLM does not answer the calls that a dead engine left open."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_HEARTBEAT_S)
+                if self.dead and not task.done():
+                    raise self._lost("it died during a call")
+            return task.result()
+        except WeightPushError:
+            raise
+        except Exception as error:
+            if self.dead:
+                raise self._lost(f"{type(error).__name__}: {error}") from error
+            raise
+        finally:
+            task.cancel()
 
     @staticmethod
     def _lost(why: str) -> WeightPushError:
