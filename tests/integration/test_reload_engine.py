@@ -335,7 +335,7 @@ def test_an_error_of_a_loader_keeps_its_type_and_text(
     assert caught.value.code is ErrorCode.LANDING_FAILED
     assert caught.value.details == {
         "tensor": "model.norm.weight",
-        "error_type": "ArithmeticError",
+        "exception": "ArithmeticError",
         "error": "no such rounding",
     }
     assert isinstance(caught.value.__cause__, ArithmeticError)

@@ -218,7 +218,7 @@ def _failed(name: str | None, reason: str, cause: BaseException | None = None) -
         f"{subject} could not be loaded: {reason}. Push a complete checkpoint to repair the model",
         details={
             "tensor": name,
-            "error_type": type(cause).__name__ if cause is not None else None,
+            "exception": type(cause).__name__ if cause is not None else None,
             "error": str(cause) if cause is not None else reason,
         },
     )

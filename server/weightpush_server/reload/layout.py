@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -124,7 +124,8 @@ class ModelLayout:
         contract: what it looked like before the last update.
         is_open: an update was begun and not finished.
         updates: number of updates begun so far.
-        on_meta: names of recorded tensors without storage.
+        on_meta: paths of tensors that had no storage when they were recorded, and got some since.
+        absent: paths of tensors that never had storage: parts of the architecture that this server leaves out.
     """
 
     checkpoint: tuple[TensorSpec, ...] | None
@@ -138,12 +139,15 @@ class ModelLayout:
     contract: Contract | None = None
     is_open: bool = False
     updates: int = 0
-    on_meta: list[str] = field(default_factory=list)
+    on_meta: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
 
     def settle(self, model: nn.Module) -> None:
         """Note what post-load processing made of the model. Call it once, right after the cold start."""
         self.journal.close()
         self.contract = self.settled = Contract.of(model)
+        self.absent = self.on_meta & on_meta(model)
+        self.on_meta -= self.absent
         for group in self.groups:
             if group.kept is not None and _untouched(group):
                 group.kept = None
@@ -182,7 +186,7 @@ def record_layout(
         ],
         tied_head=tied_head,
         from_dummy=constructed is not None,
-        on_meta=[name for name, tensor in tensor_objects(model) if tensor.is_meta],
+        on_meta=on_meta(model),
     )
     # The layout lives and dies with its model: a table keyed by models would be kept alive by its own values.
     model.__dict__[LAYOUT_ATTRIBUTE] = layout
@@ -193,6 +197,11 @@ def find_layout(model: nn.Module) -> ModelLayout | None:
     """Return the layout recorded for this very model, or None."""
     layout: ModelLayout | None = model.__dict__.get(LAYOUT_ATTRIBUTE)
     return layout
+
+
+def on_meta(model: nn.Module) -> frozenset[str]:
+    """Return the paths of all reachable tensors without storage."""
+    return frozenset(path for path, tensor in tensor_objects(model) if tensor.is_meta)
 
 
 def registered_slots(model: nn.Module) -> Iterator[tuple[Slot, torch.Tensor]]:

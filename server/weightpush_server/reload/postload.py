@@ -89,7 +89,7 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
             raise WeightPushError(
                 ErrorCode.PROOF_FAILED,
                 f"post-load processing raised {type(error).__name__}: {error}. Push again, or restart the server",
-                details={"error_type": type(error).__name__, "error": str(error)},
+                details={"exception": type(error).__name__, "error": str(error)},
             ) from error
         model.eval()
     processed = time.perf_counter()
@@ -97,7 +97,7 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
     with torch.inference_mode(False):
         layout.contract.write_back(model)
     layout.contract.check(model, settled=layout.settled)
-    _prove_runtime(model, poisoned=session.poisoned)
+    _prove_runtime(model, absent=layout.absent, poisoned=session.poisoned)
     proof = ReloadProof(
         fingerprint=fingerprint(model),
         tensors=len(session.landed),
@@ -109,8 +109,10 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
     return proof
 
 
-def _prove_runtime(model: nn.Module, *, poisoned: bool) -> None:
+def _prove_runtime(model: nn.Module, *, absent: frozenset[str], poisoned: bool) -> None:
     for name, tensor in reachable_tensors(model):
+        if name in absent:
+            continue
         if tensor.is_meta:
             reason = "it has no storage after post-load processing"
         elif poisoned and tensor.is_floating_point() and tensor.float().isnan().any():

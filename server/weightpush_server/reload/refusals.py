@@ -8,8 +8,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_server.reload.contract import registered
-from weightpush_server.reload.layout import ModelLayout, find_layout
+from weightpush_server.reload.layout import ModelLayout, find_layout, on_meta
 from weightpush_server.reload.opening import find_places
 
 
@@ -59,9 +58,8 @@ def _check_quantization(path: str, method: object) -> None:
 
 
 def _check_storage(model: nn.Module, layout: ModelLayout) -> None:
-    on_meta = [name for name, tensor in registered(model).items() if tensor.is_meta]
-    for name in (*layout.on_meta, *on_meta):
-        raise _refused(name, "it has no storage (meta device)")
+    for path in sorted(layout.on_meta | on_meta(model) - layout.absent):
+        raise _refused(path, "it has no storage (meta device)")
 
 
 def _refused(name: str, reason: str) -> WeightPushError:
