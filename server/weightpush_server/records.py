@@ -72,6 +72,37 @@ class UpdateRecord(BaseModel):
         self.phase_seconds[self.phase.value] = round(spent, 6)
         self.phase, self.phase_since, self.lease_renewed = phase, now, now
 
+    def take_bucket(self, bucket: int, call_id: str | None, *, as_body: bool) -> bool:
+        """Count ``bucket`` as announced; return ``False`` for a retry of the last call.
+
+        Raises:
+            WeightPushError: ``bucket_out_of_order``: it came twice, too early, after the end, or on another way than
+                this update's transport.
+        """
+        if call_id is not None and call_id == self.last_call_id and bucket == self.buckets_announced - 1:
+            return False
+        if as_body != (self.transport == "http"):
+            came = "came as a request body" if as_body else "was announced"
+            raise self._bucket_error(bucket, f"{came}, but this update goes over {self.transport}")
+        if self.phase is not Phase.RECEIVING or self.finishing:
+            raise self._bucket_error(bucket, f"came while the update was {self.phase.value}")
+        if self.buckets_total and bucket >= self.buckets_total:
+            raise self._bucket_error(bucket, f"is beyond the plan of {self.buckets_total} buckets")
+        if bucket < self.buckets_announced:
+            raise self._bucket_error(bucket, "came twice")
+        if bucket > self.buckets_announced:
+            raise self._bucket_error(bucket, f"came out of order: bucket {self.buckets_announced} is next")
+        self.buckets_announced += 1
+        self.last_call_id = call_id
+        return True
+
+    def _bucket_error(self, bucket: int, what: str) -> WeightPushError:
+        return WeightPushError(
+            ErrorCode.BUCKET_OUT_OF_ORDER,
+            f"bucket {bucket} {what}",
+            details={"bucket": bucket, "next": self.buckets_announced},
+        )
+
 
 class EndedUpdate(BaseModel):
     """How an earlier update ended: committed with an answer, or failed with an error."""
@@ -158,8 +189,25 @@ class ControlRecord(BaseModel):
         self.apply(Event.BEGIN_DIRECT)
         update.gate_closed = time.monotonic()
 
-    def commit(self, *, fingerprint: str, tensors: int) -> FinishAnswer:
-        """Open the gate with the new version and forget the update."""
+    def label(self, *, entered_epoch: int, entered_version: str) -> str:
+        """Return the version of an answer whose request came in at ``entered_epoch``, when ``entered_version`` served.
+
+        Both versions, where the request was kept across an update.
+        """
+        update = self.update
+        if (
+            update is not None
+            and update.in_flight is InFlight.KEEP
+            and update.phase is Phase.PUBLISHING
+            and update.epoch > entered_epoch
+        ):
+            return f"{entered_version}, {update.weight_version}"  # The engine may run again already.
+        if self.kept_epoch > entered_epoch and self.weight_version != entered_version:
+            return f"{entered_version}, {self.weight_version}"
+        return entered_version
+
+    def commit(self, *, fingerprint: str) -> FinishAnswer:
+        """Publish the new version, open the gate and forget the update, in one step."""
         update = self._running()
         update.enter(update.phase)
         now = time.monotonic()
@@ -167,7 +215,7 @@ class ControlRecord(BaseModel):
             update_id=update.update_id,
             weight_version=update.weight_version,
             fingerprint=fingerprint,
-            tensors=tensors,
+            tensors=update.tensors_total,
             bytes=update.bytes_total,
             seconds=now - update.started,
             pause_seconds=now - update.gate_closed if update.gate_closed is not None else 0.0,
@@ -182,18 +230,14 @@ class ControlRecord(BaseModel):
             phase_seconds=update.phase_seconds,
             finished_at=utc_now(),
         )
+        self.previous_version, self.weight_version = self.weight_version, update.weight_version
+        self.fingerprint = fingerprint
         self.last_error = None
+        if update.in_flight is InFlight.KEEP:
+            self.kept_epoch = update.epoch
         self.apply(Event.COMMIT)
         self._end(EndedUpdate(update_id=update.update_id, epoch=update.epoch, answer=answer))
         return answer
-
-    def publish(self, *, fingerprint: str) -> None:
-        """Make the new version the one that answers are labelled with. The gate is still closed."""
-        update = self._running()
-        self.previous_version, self.weight_version = self.weight_version, update.weight_version
-        self.fingerprint = fingerprint
-        if update.in_flight is InFlight.KEEP:
-            self.kept_epoch = update.epoch
 
     def fail(self, error: WeightPushError) -> UpdateRecord:
         """End the running update with ``error``: back to its origin, or ``FAILED`` if it may have written."""

@@ -7,9 +7,9 @@ import time
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.state import Phase
-from weightpush_server.coordinator import Coordinator, worker_error
 from weightpush_server.engine import Engine
 from weightpush_server.gate import Gate
+from weightpush_server.lifecycle import UpdateLifecycle
 from weightpush_server.records import UpdateRecord
 from weightpush_server.shared_state import SharedState
 
@@ -19,10 +19,10 @@ _TICK_S = 0.05
 class Watchdog:
     """Looks at the running update every ``_TICK_S`` seconds. One in each API process; one of them will act."""
 
-    def __init__(self, shared: SharedState, engine: Engine, coordinator: Coordinator, gate: Gate) -> None:
+    def __init__(self, shared: SharedState, engine: Engine, lifecycle: UpdateLifecycle, gate: Gate) -> None:
         self._shared = shared
         self._engine = engine
-        self._coordinator = coordinator
+        self._life = lifecycle
         self._gate = gate
 
     async def run(self) -> None:
@@ -37,12 +37,12 @@ class Watchdog:
         if update.evict:
             self._gate.evict()
         if update.failure is None and (error := self._lost(update)) is not None:
-            await self._coordinator.fail(update.update_id, error)
+            await self._life.fail(update.update_id, error)
 
     def _lost(self, update: UpdateRecord) -> WeightPushError | None:
         if self._engine.dead:
             return WeightPushError(ErrorCode.WORKER_LOST, "vLLM's engine died during the update; restart the server")
-        if (error := worker_error(self._shared, update)) is not None:
+        if (error := self._life.worker_error(update)) is not None:
             return error
         # In every other phase the server itself is at work, under a deadline of its own.
         if update.phase is Phase.RECEIVING and not update.finishing:

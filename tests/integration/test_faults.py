@@ -80,7 +80,7 @@ BAD_BUCKETS: dict[str, tuple[Callable[[RawUpdate], object], str, str]] = {
     "announced": (
         lambda u: u.client.post("/reload/stream", json={"update_id": u.update_id, "bucket": 1}),
         "bucket_out_of_order",
-        "request bodies",
+        "this update goes over http",
     ),
 }
 

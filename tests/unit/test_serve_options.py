@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from weightpush_server import app
 from weightpush_server.config import TOKEN_VARIABLE, ServerConfig
 from weightpush_server.shared_state import SharedState

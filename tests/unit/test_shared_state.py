@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from weightpush_protocol.messages import Deadlines, DigestKind, InFlight, UpdateMode
 from weightpush_protocol.state import ServerState
 from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord
