@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+
 import pytest
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")

@@ -280,11 +280,16 @@ class Coordinator:
     async def abort(self, request: AbortRequest) -> Status:
         """End an update. Repeated, or after another failure, it changes nothing."""
         control = self._shared.control()
-        ended = control.find_ended(request.update_id)
-        if ended is None or ended.error is None:
-            control.active(request.update_id, request.epoch)
+        update = control.update
+        if update is not None and update.update_id == request.update_id:
+            if update.failure is None:
+                control.active(request.update_id, request.epoch)
             error = WeightPushError(ErrorCode.ABORTED, f"aborted: {request.reason}", details={"reason": request.reason})
             await self._life.fail(request.update_id, error)
+        else:
+            ended = control.find_ended(request.update_id)
+            if ended is None or ended.error is None:
+                control.active(request.update_id, request.epoch)
         return self.status()
 
 

@@ -115,6 +115,7 @@ class UpdateLifecycle:
         except WeightPushError as raised:
             error = raised
             if error.code is ErrorCode.UPDATE_FAILED and was_running:
+                await self._until_ended(update_id)
                 error = WeightPushError.from_detail(ErrorDetail.model_validate(error.details["cause"]))
             elif error.code not in (ErrorCode.STALE_UPDATE, ErrorCode.UPDATE_FAILED):
                 await self.fail(update_id, error)
@@ -130,12 +131,20 @@ class UpdateLifecycle:
             raise failure from error
 
     async def fail(self, update_id: str, error: WeightPushError) -> None:
-        """End the running update with ``error`` if it is still ``update_id``; any process may do so, one will."""
+        """End the running update with ``error`` if it is still ``update_id``; any process may do so, one will.
+
+        When this returns the update has ended, whoever ended it.
+        """
         with self._shared.transaction() as control:
             update = control.update
-            if update is None or update.update_id != update_id or update.failure is not None:
+            if update is None or update.update_id != update_id:
                 return
-            update.failure = error.body().error
+            mine = update.failure is None
+            if mine:
+                update.failure = error.body().error
+        if not mine:
+            await self._until_ended(update_id)
+            return
         # Before the state changes: a late pause or resume must not meet the next update.
         cleaning = asyncio.ensure_future(self._clean_up(update))
         cleaning.add_done_callback(swallow)
@@ -144,6 +153,15 @@ class UpdateLifecycle:
             if control.update is not None and control.update.update_id == update_id:
                 control.fail(error)
                 error.update_id, error.state = update_id, control.state
+
+    async def _until_ended(self, update_id: str) -> None:
+        """Wait while somebody else carries out the failure of an update."""
+        deadline = time.monotonic() + 2 * _CLEANUP_S
+        while time.monotonic() < deadline:
+            update = self._shared.control().update
+            if update is None or update.update_id != update_id:
+                return
+            await asyncio.sleep(POLL_S)
 
     async def _clean_up(self, update: UpdateRecord) -> None:
         if self._engine.dead:

@@ -229,23 +229,23 @@ def test_events_tell_the_whole_story(server: ServerProcess, push: Callable[..., 
 @pytest.mark.case("C44", "C83")
 def test_curl_alone_can_push(server: ServerProcess, checkpoints: Checkpoints, cold_b: dict[str, str]) -> None:
     """The manifest comes from the server, the one bucket is the checkpoint file itself, without digests."""
-    client = server.client()
-    manifest = client.get("/reload/manifest").json()
-    begin = {
-        "weight_version": "curl-B",
-        "manifest": {"tensors": manifest["tensors"]},
-        "transport": {"name": "http"},
-        "digest": "none",
-    }
-    client.post("/reload/begin", json=begin).raise_for_status()
-    assert server.status()["update"]["digest"] == "none"
     content = (checkpoints.b / "model.safetensors").read_bytes()
-    streamed = client.post(
-        "/reload/stream", content=content, headers={"Content-Type": "application/x-www-form-urlencoded"}
-    )
-    assert streamed.json()["tensors_done"] == 25
-    update_id = server.status()["update"]["update_id"]
-    finished = client.post("/reload/finish", json={"update_id": update_id}).json()
+    with server.client() as client:
+        manifest = client.get("/reload/manifest").json()
+        begin = {
+            "weight_version": "curl-B",
+            "manifest": {"tensors": manifest["tensors"]},
+            "transport": {"name": "http"},
+            "digest": "none",
+        }
+        client.post("/reload/begin", json=begin).raise_for_status()
+        assert server.status()["update"]["digest"] == "none"
+        streamed = client.post(
+            "/reload/stream", content=content, headers={"Content-Type": "application/x-www-form-urlencoded"}
+        )
+        assert streamed.json()["tensors_done"] == 25
+        update_id = server.status()["update"]["update_id"]
+        finished = client.post("/reload/finish", json={"update_id": update_id}).json()
     assert finished["weight_version"] == "curl-B"
     assert server.answer(PROMPTS[0]) == cold_b[PROMPTS[0]]
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -145,9 +149,6 @@ def test_a_body_that_does_not_fit_names_the_field(
 
 @pytest.mark.case("C26")
 def test_no_body_is_ever_unpickled(server: ServerProcess, tmp_path: Any) -> None:
-    import base64
-    import pickle
-
     marker = tmp_path / "marker"
 
     class Evil:
@@ -155,12 +156,12 @@ def test_no_body_is_ever_unpickled(server: ServerProcess, tmp_path: Any) -> None
             return (open, (str(marker), "w"))
 
     evil = pickle.dumps(Evil())
-    client = server.client()
-    for route in ("begin", "stream", "finish", "abort", "status", "manifest", "events", ""):
-        for content in (evil, base64.b64encode(evil)):
-            for kind in ("application/json", "application/octet-stream", "application/python-pickle"):
-                answer = client.post(f"/reload/{route}", content=content, headers={"Content-Type": kind})
-                assert 400 <= answer.status_code < 500, (route, kind, answer.text)
+    routes = ("begin", "stream", "finish", "abort", "status", "manifest", "events", "")
+    kinds = ("application/json", "application/octet-stream", "application/python-pickle")
+    with server.client() as client:
+        for route, kind, content in itertools.product(routes, kinds, (evil, base64.b64encode(evil))):
+            answer = client.post(f"/reload/{route}", content=content, headers={"Content-Type": kind})
+            assert 400 <= answer.status_code < 500, (route, kind, answer.text)
     assert not marker.exists()
 
 
@@ -188,8 +189,6 @@ def test_of_two_begins_one_wins(server: ServerProcess, checkpoints: Checkpoints,
 
 @pytest.mark.case("C24", "C25", "C84")
 def test_every_control_route_of_the_real_server_needs_the_token(server: ServerProcess) -> None:
-    import httpx
-
     with httpx.Client(trust_env=False) as client:
         for route in ("begin", "stream", "finish", "abort", "manifest", "events", "", "/begin", "rollback"):
             for prefix in ("/reload/", "//reload/", "/RELOAD/", "/./reload/"):
