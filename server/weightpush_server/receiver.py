@@ -134,6 +134,9 @@ class UpdateReceiver:
         for spec, offset in entries:
             self._check_digest(spec, buffer[offset : offset + spec.nbytes], digests.get(spec.name))
         self.session.land((spec.name, view_tensor(buffer, offset, spec)) for spec, offset in entries)
+        if self._device.type == "cuda":
+            # Copies are queued; the buffer is reused and progress is told only when they are done.
+            torch.cuda.synchronize(self._device)
         self._landed.update(spec.name for spec, _ in entries)
         self._progress.advance(
             epoch=self.epoch,
