@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from itertools import zip_longest
 from math import prod
 from typing import Annotated, Any, Final
 
@@ -243,6 +244,29 @@ def compare_manifest(
         if spec.name not in seen and spec.name not in optional
     )
     return problems
+
+
+def name_offenders(problems: Sequence[ManifestProblem], limit: int = NAMED_OFFENDERS) -> list[ManifestProblem]:
+    """Choose at most ``limit`` problems to show: of each kind in turn, so that no kind hides another."""
+    by_kind: dict[ProblemKind, list[ManifestProblem]] = {}
+    for problem in problems:
+        by_kind.setdefault(problem.kind, []).append(problem)
+    taken = [problem for turn in zip_longest(*by_kind.values()) for problem in turn if problem is not None][:limit]
+    order = {id(problem): position for position, problem in enumerate(problems)}
+    return sorted(taken, key=lambda problem: order[id(problem)])
+
+
+def prefix_hint(problems: Sequence[ManifestProblem]) -> str | None:
+    """Say so where unknown and missing names differ by one prefix alone, which a wrapper or a parent module adds."""
+    unknown = {problem.name for problem in problems if problem.kind is ProblemKind.UNKNOWN}
+    missing = {problem.name for problem in problems if problem.kind is ProblemKind.MISSING}
+    for shorter, longer, advice in ((missing, unknown, "strip it"), (unknown, missing, "add it")):
+        anchor = min(shorter, default="")
+        for name in sorted(longer) if anchor else []:
+            prefix = name.removesuffix(anchor)
+            if prefix != name and all(prefix + short in longer for short in shorter):
+                return f"the names differ by the prefix {prefix!r}: {advice}, or push another module of the model"
+    return None
 
 
 def _mismatch(kind: ProblemKind, name: str, expected: Any, given: Any) -> ManifestProblem:

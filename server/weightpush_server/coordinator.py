@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 import uuid
 from pathlib import Path
 
@@ -22,9 +23,11 @@ from weightpush_protocol.messages import (
     StreamRequest,
 )
 from weightpush_protocol.state import Phase
+from weightpush_protocol.transports.http import LENGTH_BYTES, header_bytes, parse_header
 from weightpush_server.drain import drain
 from weightpush_server.engine import Engine
 from weightpush_server.lifecycle import POLL_S, UpdateLifecycle, swallow
+from weightpush_server.log import logger
 from weightpush_server.records import ControlRecord, UpdateRecord, build_status
 from weightpush_server.shared_state import SharedState
 
@@ -70,10 +73,17 @@ class Coordinator:
                 if running.update_id == update_id and running.manifest_digest == digest:
                     control.active(update_id)
                     return False, running
+                silent = time.monotonic() - running.lease_renewed
                 raise WeightPushError(
                     ErrorCode.UPDATE_IN_PROGRESS,
-                    f"update {running.update_id} is running ({running.phase.value}); finish or abort it first",
-                    details={"running": running.update_id, "phase": running.phase.value},
+                    f"update {running.update_id} is running ({running.phase.value}, last call {silent:.0f} s ago, "
+                    f"lease {running.deadlines.lease_s:g} s): wait for its end, or abort it (`weightpush abort URL`)",
+                    details={
+                        "running": running.update_id,
+                        "phase": running.phase.value,
+                        "silent_s": round(silent, 3),
+                        "lease_s": running.deadlines.lease_s,
+                    },
                     update_id=running.update_id,
                     state=control.state,
                 )
@@ -131,6 +141,15 @@ class Coordinator:
         with self._life.change(update_id) as (_, running):
             running.enter(Phase.RECEIVING)
             running.begin_answer = answer
+        logger.info(
+            "update %s to version %s began: %d tensors, %d bytes, over %s, in flight %s",
+            update_id,
+            update.weight_version,
+            update.tensors_total,
+            update.bytes_total,
+            update.transport,
+            update.in_flight.value,
+        )
         return answer
 
     def _check_ranks(self, request: BeginRequest) -> None:
@@ -182,13 +201,14 @@ class Coordinator:
             update.deadlines.bucket_s,
             ErrorCode.DEADLINE_EXCEEDED,
         )
-        return self._progress(update, number)
+        return self._progress(update, number, landed=await asyncio.to_thread(_names_in, spool))
 
-    def _progress(self, update: UpdateRecord, bucket: int) -> StreamAnswer:
+    def _progress(self, update: UpdateRecord, bucket: int, landed: list[str] | None = None) -> StreamAnswer:
         status = self.status().update
         return StreamAnswer(
             update_id=update.update_id,
             bucket=bucket,
+            landed=landed or [],
             tensors_done=status.tensors_done if status is not None else 0,
             tensors_total=update.tensors_total,
             bytes_done=status.bytes_done if status is not None else 0,
@@ -273,7 +293,16 @@ class Coordinator:
         await self._engine.label(update.weight_version)
         await self._engine.resume()
         with self._life.change(update_id) as (control, _):
-            return control.commit(fingerprint=fingerprint)
+            answer = control.commit(fingerprint=fingerprint)
+        logger.info(
+            "update %s committed version %s: %.3f s, not serving for %.3f s, fingerprint %s",
+            update_id,
+            answer.weight_version,
+            answer.seconds,
+            answer.pause_seconds,
+            fingerprint,
+        )
+        return answer
 
     # abort
 
@@ -291,6 +320,14 @@ class Coordinator:
             if ended is None or ended.error is None:
                 control.active(request.update_id, request.epoch)
         return self.status()
+
+
+def _names_in(spool: Path) -> list[str]:
+    """Return the names of the tensors in a body that has landed."""
+    with spool.open("rb") as file:
+        start = file.read(LENGTH_BYTES)
+        start += file.read(header_bytes(start) - len(start))
+    return [spec.name for spec, _ in parse_header(start, total_bytes=spool.stat().st_size).entries]
 
 
 def combine_fingerprints(fingerprints: list[str]) -> str:

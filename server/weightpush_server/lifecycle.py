@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_server.engine import Engine
+from weightpush_server.log import logger
 from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord
 from weightpush_server.shared_state import SharedState
 
@@ -150,9 +151,20 @@ class UpdateLifecycle:
         cleaning.add_done_callback(swallow)
         await asyncio.wait({cleaning}, timeout=_CLEANUP_S)
         with self._shared.transaction() as control:
-            if control.update is not None and control.update.update_id == update_id:
-                control.fail(error)
-                error.update_id, error.state = update_id, control.state
+            if control.update is None or control.update.update_id != update_id:
+                return
+            phase = control.update.phase
+            control.fail(error)
+            error.update_id, error.state = update_id, control.state
+        logger.warning(
+            "update %s to version %s failed while %s: %s [%s]; the server is %s",
+            update_id,
+            update.weight_version,
+            phase.value,
+            error.message,
+            error.code.value,
+            error.state.value,
+        )
 
     async def _until_ended(self, update_id: str) -> None:
         """Wait while somebody else carries out the failure of an update."""

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -23,6 +24,9 @@ from weightpush_protocol.transports.collective import CollectiveReceiver
 from weightpush_protocol.transports.http import digests_from_metadata, parse_header
 from weightpush_server.progress import ProgressWriter
 from weightpush_server.reload import ReloadSession
+
+#: How often a waiting worker looks whether its trainer still lives, in seconds.
+_LOOK_S: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class UpdateReceiver:
             if self._transport is not None:
                 self._transport.open(self.begin.deadlines.rendezvous_s)
             self._progress.update(epoch=self.epoch, connected=True)
-            while (job := self._jobs.get()) is not None and not self._stopped.is_set():
+            while (job := self._next_job()) is not None:
                 where["bucket"] = job.bucket
                 self._take(job)
         except WeightPushError as error:
@@ -121,6 +125,18 @@ class UpdateReceiver:
         finally:
             if self._transport is not None:
                 self._transport.close()
+
+    def _next_job(self) -> _Job | None:
+        """Wait for the next bucket, or ``None`` at the end; meanwhile look whether the trainer still lives."""
+        while True:
+            try:
+                job = self._jobs.get(timeout=_LOOK_S)
+            except queue.Empty:
+                # Once all tensors are there, the trainer may close its end.
+                if self._transport is not None and len(self._landed) < len(self.begin.manifest.tensors):
+                    self._transport.check()
+                continue
+            return None if self._stopped.is_set() else job
 
     def _fail(self, error: WeightPushError) -> None:
         if self._stopped.is_set():
@@ -178,7 +194,9 @@ class UpdateReceiver:
             if spec.name in self._landed:
                 raise _mismatch(ErrorCode.BUCKET_OUT_OF_ORDER, number, spec.name, "has already landed")
             if wanted is None:
-                raise _mismatch(ErrorCode.BUCKET_MISMATCH, number, spec.name, "does not belong here")
+                known = any(spec.name == listed.name for listed in manifest.tensors)
+                why = "belongs into another bucket" if known else "is not in the manifest that `begin` brought"
+                raise _mismatch(ErrorCode.BUCKET_MISMATCH, number, spec.name, why)
             if (wanted.dtype, wanted.shape) != (spec.dtype, spec.shape):
                 text = f"is {spec.dtype} {list(spec.shape)}, the manifest says {wanted.dtype} {list(wanted.shape)}"
                 raise _mismatch(ErrorCode.BUCKET_MISMATCH, number, spec.name, text)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 import torch
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import NAMED_OFFENDERS, compare_manifest
+from weightpush_protocol.manifest import compare_manifest, name_offenders, prefix_hint
 from weightpush_protocol.messages import BeginRequest, ManifestAnswer, UpdateMode
 from weightpush_protocol.transports.base import check_available
 from weightpush_server.config import ServerConfig
@@ -233,8 +233,10 @@ def _check_begin(begin: BeginRequest, state: _WorkerState) -> None:
     layout = state.layout()
     problems = compare_manifest(layout.checkpoint or (), begin.manifest.tensors, optional=layout.optional)
     if problems:
-        named = problems[:NAMED_OFFENDERS]
+        named = name_offenders(problems)
         rest = f" and {len(problems) - len(named)} more" if len(problems) > len(named) else ""
+        hint = prefix_hint(problems)
+        rest += f". {hint[0].upper()}{hint[1:]}" if hint else ""
         raise WeightPushError(
             ErrorCode.MANIFEST_REJECTED,
             "the pushed weights are not a checkpoint of this model: " + "; ".join(map(str, named)) + rest,

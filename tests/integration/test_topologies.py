@@ -38,7 +38,7 @@ def test_two_api_processes_share_one_gate(checkpoints: Checkpoints, cold_b: dict
         assert {answer.status_code for answer in over_new_connections(server)} == {503}
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert server.wait_state("failed")["last_error"]["code"] == "lease_lost"
+        assert server.wait_state("failed")["last_error"]["code"] == "transport_failed"
         assert {answer.status_code for answer in over_new_connections(server)} == {503}
         for number in range(4):  # Calls of one update meet both processes.
             push(server, checkpoints.b, f"B{number}", ("gloo", "http")[number % 2])

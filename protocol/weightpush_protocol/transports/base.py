@@ -102,6 +102,10 @@ class Receiver(Protocol):
         """Fill ``buffer`` with bucket ``number``. Its bytes are valid only when this returns without an error."""
         ...
 
+    def check(self) -> None:
+        """Between buckets: raise ``transport_failed`` if a peer is known to be gone. Never waits."""
+        ...
+
     def abort(self) -> None:
         """From any thread: return at once and make a pending or later ``open`` or ``receive`` raise soon."""
         ...
