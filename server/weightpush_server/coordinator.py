@@ -7,6 +7,7 @@ import hashlib
 import time
 import uuid
 from pathlib import Path
+from typing import Final
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import (
@@ -25,11 +26,13 @@ from weightpush_protocol.messages import (
 from weightpush_protocol.state import Phase
 from weightpush_protocol.transports.http import LENGTH_BYTES, header_bytes, parse_header
 from weightpush_server.drain import drain
-from weightpush_server.engine import Engine
-from weightpush_server.lifecycle import POLL_S, UpdateLifecycle, swallow
+from weightpush_server.engine import Engine, swallow
+from weightpush_server.lifecycle import POLL_S, UpdateLifecycle
 from weightpush_server.log import logger
 from weightpush_server.records import ControlRecord, UpdateRecord, build_status
 from weightpush_server.shared_state import SharedState
+
+_MANIFEST_S: Final = 30.0
 
 
 class Coordinator:
@@ -46,7 +49,13 @@ class Coordinator:
 
     async def manifest(self) -> ManifestAnswer:
         """Return the checkpoint that this server expects, as its first worker knows it."""
-        answers = await self._engine.call("weightpush_manifest")
+        asking = asyncio.ensure_future(self._engine.call("weightpush_manifest"))
+        asking.add_done_callback(swallow)
+        done, _ = await asyncio.wait({asking}, timeout=_MANIFEST_S)
+        if not done:
+            message = f"the workers did not answer within {_MANIFEST_S:g} s: they are stopped, or busy"
+            raise WeightPushError(ErrorCode.DEADLINE_EXCEEDED, message)
+        answers = asking.result()
         return ManifestAnswer.model_validate_json(answers[0]["manifest"])
 
     # begin
@@ -54,23 +63,28 @@ class Coordinator:
     async def begin(self, request: BeginRequest) -> BeginAnswer:
         """Check, rendezvous, close the gate, drain, open; or refuse."""
         update_id = request.update_id or uuid.uuid4().hex
-        digest = request.manifest.digest()
-        return await self._life.once(("begin", update_id, digest), lambda: self._begin(update_id, digest, request))
+        # Off the event loop: a manifest may have hundreds of thousands of tensors.
+        body = await asyncio.to_thread(request.model_dump_json)
+        digest = hashlib.sha256(body.encode()).hexdigest()
+        return await self._life.once(
+            ("begin", update_id, digest), lambda: self._begin(update_id, digest, body, request)
+        )
 
-    async def _begin(self, update_id: str, digest: str, request: BeginRequest) -> BeginAnswer:
-        mine, update = self._reserve(update_id, digest, request)
+    async def _begin(self, update_id: str, digest: str, body: str, request: BeginRequest) -> BeginAnswer:
+        nbytes = await asyncio.to_thread(lambda: request.manifest.nbytes)
+        mine, update = self._reserve(update_id, digest, nbytes, request)
         if not mine:
             return await self._join_begin(update_id)
-        return await self._life.step(update_id, self._prepare(update, request))
+        return await self._life.step(update_id, self._prepare(update, body, request))
 
-    def _reserve(self, update_id: str, digest: str, request: BeginRequest) -> tuple[bool, UpdateRecord]:
+    def _reserve(self, update_id: str, digest: str, nbytes: int, request: BeginRequest) -> tuple[bool, UpdateRecord]:
         """Make the update the running one, if none is; ``False``: it is running already, and this call repeats it."""
         with self._shared.transaction() as control:
             if control.find_ended(update_id) is not None:
                 control.active(update_id)  # Raises what became of it.
             running = control.update
             if running is not None:
-                if running.update_id == update_id and running.manifest_digest == digest:
+                if running.update_id == update_id and running.request_digest == digest:
                     control.active(update_id)
                     return False, running
                 silent = time.monotonic() - running.lease_renewed
@@ -91,7 +105,7 @@ class Coordinator:
             control.update = UpdateRecord(
                 update_id=update_id,
                 epoch=control.epoch,
-                manifest_digest=digest,
+                request_digest=digest,
                 mode=request.mode,
                 origin=control.state,
                 weight_version=request.weight_version,
@@ -100,7 +114,7 @@ class Coordinator:
                 digest=request.digest,
                 deadlines=request.deadlines,
                 tensors_total=len(request.manifest.tensors),
-                bytes_total=request.manifest.nbytes,
+                bytes_total=nbytes,
                 buckets_total=len(request.manifest.buckets),
             )
             return True, control.update
@@ -113,25 +127,18 @@ class Coordinator:
                 return answer
             await asyncio.sleep(POLL_S)
 
-    async def _prepare(self, update: UpdateRecord, request: BeginRequest) -> BeginAnswer:
-        update_id, epoch = update.update_id, update.epoch
+    async def _prepare(self, update: UpdateRecord, body: str, request: BeginRequest) -> BeginAnswer:
+        update_id, epoch, deadlines = update.update_id, update.epoch, request.deadlines
         self._check_ranks(request)
-        body = request.model_dump_json()
-        await self._engine.call("weightpush_check", body)
+        await self._life.rpc(update_id, deadlines.commit_s, "weightpush_check", body)
         self._life.enter(update_id, Phase.RENDEZVOUS)
-        await self._engine.call("weightpush_connect", epoch, body)
+        await self._life.rpc(update_id, deadlines.rendezvous_s, "weightpush_connect", epoch, body)
         # The workers give up by themselves, with the reason; the extra seconds only let them say so.
         await self._life.workers(
-            update_id, lambda worker: worker.connected, request.deadlines.rendezvous_s + 2, ErrorCode.RENDEZVOUS_FAILED
+            update_id, lambda worker: worker.connected, deadlines.rendezvous_s + 2, ErrorCode.RENDEZVOUS_FAILED
         )
-        with self._life.change(update_id) as (control, running):
-            running.enter(Phase.DRAINING)
-            control.close_gate()
-        await drain(self._shared, self._engine, self._shared.control().active(update_id))
-        with self._life.change(update_id) as (_, running):
-            running.enter(Phase.OPENING)
-            running.written = True
-        await self._engine.call("weightpush_open", epoch)
+        await self._close_gate_and_drain(update_id)
+        await self._life.rpc(update_id, deadlines.commit_s, "weightpush_open", epoch)
         answer = BeginAnswer(
             update_id=update_id,
             epoch=epoch,
@@ -151,6 +158,22 @@ class Coordinator:
             update.in_flight.value,
         )
         return answer
+
+    async def _close_gate_and_drain(self, update_id: str) -> None:
+        """Bring the engine to rest; when this returns the model may be written to, and else nothing has changed."""
+        with self._life.change(update_id) as (control, running):
+            running.enter(Phase.DRAINING)
+            control.close_gate()
+            running.draining = True
+        try:
+            await drain(self._shared, self._engine, running)
+            with self._life.change(update_id) as (_, running):
+                running.enter(Phase.OPENING)
+                running.written = True
+                running.draining = False
+        except BaseException:
+            await self._life.leave_drain(running)
+            raise
 
     def _check_ranks(self, request: BeginRequest) -> None:
         transport = request.transport
@@ -175,8 +198,21 @@ class Coordinator:
         with self._life.change(request.update_id, request.epoch) as (_, update):
             fresh = update.take_bucket(request.bucket, request.call_id, as_body=False)
         if fresh:
-            await self._engine.call("weightpush_expect", update.epoch, request.bucket, request.digests, None)
+            await self._life.rpc(
+                request.update_id,
+                update.deadlines.bucket_s,
+                "weightpush_expect",
+                update.epoch,
+                request.bucket,
+                request.digests,
+                None,
+            )
         return self._progress(update, request.bucket)
+
+    def renew_lease(self, update_id: str) -> None:
+        """Note that bytes of ``update_id`` arrive."""
+        with self._life.change(update_id):
+            pass
 
     async def land_body(
         self, update_id: str, epoch: int | None, bucket: int | None, call_id: str | None, spool: Path
@@ -194,14 +230,16 @@ class Coordinator:
             number = update.buckets_announced if bucket is None else bucket
             fresh = update.take_bucket(number, call_id, as_body=True)
         if fresh:
-            await self._engine.call("weightpush_expect", update.epoch, number, {}, str(spool))
+            await self._life.rpc(
+                update_id, update.deadlines.bucket_s, "weightpush_expect", update.epoch, number, {}, str(spool)
+            )
         await self._life.workers(
             update_id,
             lambda worker: worker.buckets_done > number,
             update.deadlines.bucket_s,
             ErrorCode.DEADLINE_EXCEEDED,
         )
-        return self._progress(update, number, landed=await asyncio.to_thread(_names_in, spool))
+        return self._progress(update, number, landed=await asyncio.to_thread(_names_in, spool) if fresh else [])
 
     def _progress(self, update: UpdateRecord, bucket: int, landed: list[str] | None = None) -> StreamAnswer:
         status = self.status().update

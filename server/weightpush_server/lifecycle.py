@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
 from weightpush_protocol.state import Phase, ServerState
-from weightpush_server.engine import Engine
+from weightpush_server.engine import Engine, swallow
 from weightpush_server.log import logger
 from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord
 from weightpush_server.shared_state import SharedState
@@ -23,6 +23,7 @@ from weightpush_server.shared_state import SharedState
 POLL_S: Final = 0.005
 #: Seconds that the clean-up of a failed update may delay the news of its failure.
 _CLEANUP_S: Final = 5.0
+_LOOK_S: Final = 0.05
 
 _T = TypeVar("_T")
 
@@ -140,7 +141,10 @@ class UpdateLifecycle:
             update = control.update
             if update is None or update.update_id != update_id:
                 return
-            mine = update.failure is None
+            if error.code is ErrorCode.ABORTED and update.phase is Phase.PUBLISHING:
+                mine = False  # Past the point of no return: the engine may answer with the new weights already.
+            else:
+                mine = update.failure is None
             if mine:
                 update.failure = error.body().error
         if not mine:
@@ -178,15 +182,48 @@ class UpdateLifecycle:
     async def _clean_up(self, update: UpdateRecord) -> None:
         if self._engine.dead:
             return
-        if update.gate_closed is not None and not update.written and update.origin is ServerState.SERVING:
-            await self._engine.resume()
-        elif update.written:
+        # Whoever drains sees the failure, undoes its own pause and says so; two would undo each other's.
+        while (running := self._shared.control().update) is not None and running.draining:
+            if running.update_id != update.update_id:
+                return
+            await asyncio.sleep(POLL_S)
+        if running is not None and running.written:
             # Frozen requests would hang for as long as the server is failed.
             await self._engine.pause("abort", timeout_s=_CLEANUP_S)
         await self._engine.call("weightpush_abandon", update.epoch)
 
+    async def leave_drain(self, update: UpdateRecord) -> None:
+        """Undo a drain whose update has ended or failed before its first write: the engine runs as before."""
+        running = self._shared.control().update
+        if running is None or running.update_id != update.update_id:
+            return  # Given up on long ago; the engine may be another update's by now.
+        try:
+            if update.origin is ServerState.SERVING:
+                await self._engine.resume()
+        finally:
+            with self._shared.transaction() as control:
+                if control.update is not None and control.update.update_id == update.update_id:
+                    control.update.draining = False
 
-def swallow(task: asyncio.Future[Any]) -> None:
-    """Fetch the exception of a task whose outcome nobody waits for; asyncio would log it as lost."""
-    if not task.cancelled():
-        task.exception()
+    async def rpc(self, update_id: str, timeout_s: float, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call all workers for an update, but wait no longer than ``timeout_s`` or than the update lasts.
+
+        The call itself goes on: vLLM has no way to take it back, and the worker knows by the epoch that it is late.
+
+        Raises:
+            WeightPushError: the worker's error, what became of the update, or ``deadline_exceeded``.
+        """
+        calling = asyncio.ensure_future(self._engine.call(method, *args))
+        calling.add_done_callback(swallow)
+        deadline = time.monotonic() + timeout_s
+        while not calling.done():
+            if time.monotonic() >= deadline:
+                raise WeightPushError(
+                    ErrorCode.DEADLINE_EXCEEDED,
+                    f"the workers did not answer {method.removeprefix('weightpush_')} within {timeout_s:g} s: they are "
+                    "stopped, or busy with an earlier call",
+                )
+            await asyncio.wait({calling}, timeout=_LOOK_S)
+            if not calling.done():
+                self._shared.control().active(update_id)
+        return calling.result()

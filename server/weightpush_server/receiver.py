@@ -94,15 +94,19 @@ class UpdateReceiver:
         """Announce the next bucket. Returns at once."""
         self._jobs.put(_Job(bucket, digests, spool))
 
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread and its transport. Safe to call twice and from any thread."""
+    @property
+    def alive(self) -> bool:
+        """Whether the thread may still write: one tensor's copy cannot be interrupted."""
+        return self._thread.is_alive()
+
+    def stop(self, timeout_s: float = 3.0) -> None:
+        """End the thread and its transport, soon: see ``alive``. Safe to call twice and from any thread."""
         self._stopped.set()
         self._jobs.put(None)
         if self._transport is not None:
             self._transport.abort()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        self._buffer = None
 
     # The thread
 
@@ -149,7 +153,7 @@ class UpdateReceiver:
         buffer, entries, digests = self._read_spool(job) if job.spool is not None else self._receive(job)
         for spec, offset in entries:
             self._check_digest(spec, buffer[offset : offset + spec.nbytes], digests.get(spec.name))
-        self.session.land((spec.name, view_tensor(buffer, offset, spec)) for spec, offset in entries)
+        self.session.land(self._until_stopped(buffer, entries))
         if self._device.type == "cuda":
             # Copies are queued; the buffer is reused and progress is told only when they are done.
             torch.cuda.synchronize(self._device)
@@ -160,6 +164,15 @@ class UpdateReceiver:
             tensors=len(entries),
             bytes=sum(spec.nbytes for spec, _ in entries),
         )
+
+    def _until_stopped(
+        self, buffer: torch.Tensor, entries: list[tuple[TensorSpec, int]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a bucket's tensors for landing, but none any more once the update was given up."""
+        for spec, offset in entries:
+            if self._stopped.is_set():
+                raise WeightPushError(ErrorCode.ABORTED, "the update was given up while a bucket was landing")
+            yield spec.name, view_tensor(buffer, offset, spec)
 
     def _receive(self, job: _Job) -> tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]:
         assert self._transport is not None  # A collective job is only made for a collective transport.

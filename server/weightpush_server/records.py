@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,23 @@ from weightpush_protocol.state import Event, Phase, ServerState, next_state
 
 #: How many ended updates are remembered, so that a repeated call learns how its update ended.
 _REMEMBERED = 8
+#: What is kept of an error: the caller gets all of it, the shared record has a fixed size.
+_KEPT_MESSAGE = 2000
+_KEPT_DETAILS = 8000
+
+
+def shortened(error: ErrorDetail) -> ErrorDetail:
+    """Return ``error`` in a form that fits the shared record, whatever a caller made us say."""
+    message, details = error.message, error.details
+    if len(message) > _KEPT_MESSAGE:
+        message = f"{message[:_KEPT_MESSAGE]}..."
+    if len(json.dumps(details, default=str)) > _KEPT_DETAILS:
+        details = {"shortened": True}
+        for key, value in error.details.items():
+            kept = value if isinstance(value, int | float | bool | None) else str(value)[:300]
+            if len(json.dumps({**details, key: kept})) <= _KEPT_DETAILS:
+                details[key] = kept
+    return error.model_copy(update={"message": message, "details": details})
 
 
 class UpdateRecord(BaseModel):
@@ -35,7 +53,8 @@ class UpdateRecord(BaseModel):
 
     update_id: str
     epoch: int
-    manifest_digest: str
+    #: SHA-256 of the whole ``begin``: the same id with another body is no repetition.
+    request_digest: str
     mode: UpdateMode
     phase: Phase = Phase.CHECKING
     origin: ServerState
@@ -56,6 +75,8 @@ class UpdateRecord(BaseModel):
     phase_seconds: dict[str, float] = Field(default_factory=dict)
     lease_renewed: float = Field(default_factory=time.monotonic)
     gate_closed: float | None = None
+    #: Somebody is bringing the engine to rest, and will undo that if the update ends meanwhile.
+    draining: bool = False
     #: Whether the model may have been changed: decides where a failure ends.
     written: bool = False
     #: API processes end the requests that they still carry for this update.
@@ -242,23 +263,25 @@ class ControlRecord(BaseModel):
     def fail(self, error: WeightPushError) -> UpdateRecord:
         """End the running update with ``error``: back to its origin, or ``FAILED`` if it may have written."""
         update = self._running()
-        details = dict(error.details)
+        detail = error.body().error
         if update.origin is ServerState.FAILED and self.last_error is not None:
             # The server is down for the reason of before; this one only says why it could not be repaired.
-            details.setdefault("failed_before", self.last_error.model_dump(mode="json", exclude={"details"}))
+            before = self.last_error.model_dump(mode="json", exclude={"details"})
+            detail = detail.model_copy(update={"details": {"failed_before": before, **detail.details}})
+        detail = shortened(detail)
         if self.state not in (update.origin, ServerState.FAILED):
             self.apply(Event.FAIL_WRITTEN if update.written else Event.FAIL_UNTOUCHED)
         if self.state is not ServerState.SERVING:
             self.fingerprint = None
         self.last_error = LastError(
-            code=error.code,
-            message=error.message,
+            code=detail.code,
+            message=detail.message,
             phase=update.phase,
             update_id=update.update_id,
             at=utc_now(),
-            details=details,
+            details=detail.details,
         )
-        detail = error.body().error.model_copy(update={"update_id": update.update_id, "state": self.state})
+        detail = detail.model_copy(update={"update_id": update.update_id, "state": self.state})
         self._end(EndedUpdate(update_id=update.update_id, epoch=update.epoch, error=detail))
         return update
 

@@ -10,6 +10,7 @@ from weightpush_protocol.state import Phase
 from weightpush_server.engine import Engine
 from weightpush_server.gate import Gate
 from weightpush_server.lifecycle import UpdateLifecycle
+from weightpush_server.log import logger
 from weightpush_server.records import UpdateRecord
 from weightpush_server.shared_state import SharedState
 
@@ -28,9 +29,12 @@ class Watchdog:
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            update = self._shared.control().update
-            if update is not None:
-                await self._look_at(update)
+            try:
+                update = self._shared.control().update
+                if update is not None:
+                    await self._look_at(update)
+            except Exception:  # noqa: BLE001 - without the watchdog a dead trainer would block the server for ever
+                logger.exception("weightpush's watchdog")
             await asyncio.sleep(_TICK_S)
 
     async def _look_at(self, update: UpdateRecord) -> None:
@@ -47,7 +51,7 @@ class Watchdog:
         # In every other phase the server itself is at work, under a deadline of its own.
         if update.phase is Phase.RECEIVING and not update.finishing:
             silent = time.monotonic() - self._last_sign(update)
-            if silent > update.deadlines.lease_s:
+            if silent > self._patience(update):
                 return WeightPushError(
                     ErrorCode.LEASE_LOST,
                     f"the trainer was silent for {silent:.1f} s, longer than lease_s = {update.deadlines.lease_s:g} s, "
@@ -55,6 +59,12 @@ class Watchdog:
                     details={"lease_s": update.deadlines.lease_s, "buckets_announced": update.buckets_announced},
                 )
         return None
+
+    def _patience(self, update: UpdateRecord) -> float:
+        """Return for how long the trainer may be silent: an announced bucket has a deadline of its own to arrive."""
+        landed = [w.buckets_done for w in self._shared.worker_records() if w.epoch == update.epoch]
+        under_way = min(landed, default=0) < update.buckets_announced
+        return max(update.deadlines.lease_s, update.deadlines.bucket_s if under_way else 0.0)
 
     def _last_sign(self, update: UpdateRecord) -> float:
         """Return when the trainer last called or sent a byte."""

@@ -95,6 +95,7 @@ class _WorkerState:
         )
         self.progress = ProgressWriter(SharedState(config.state_file), record)
         self.receiver: UpdateReceiver | None = None
+        self._unfinished: list[UpdateReceiver] = []
         self.epoch = 0
 
     @property
@@ -124,7 +125,21 @@ class _WorkerState:
     def drop_receiver(self) -> None:
         if self.receiver is not None:
             self.receiver.stop()
+            if self.receiver.alive:
+                self._unfinished.append(self.receiver)
             self.receiver = None
+
+    def check_quiet(self) -> None:
+        """Refuse as long as a thread of an earlier update may still write into the model."""
+        self._unfinished = [receiver for receiver in self._unfinished if receiver.alive]
+        if self._unfinished:
+            epochs = [receiver.epoch for receiver in self._unfinished]
+            raise WeightPushError(
+                ErrorCode.UPDATE_IN_PROGRESS,
+                f"worker {self.rank} is still busy with a bucket of update epoch {epochs[0]}, which was given up: push "
+                "again in a moment",
+                details={"epochs": epochs},
+            )
 
     def taint(self, tainted: bool) -> None:
         self.guard.tainted = tainted
@@ -167,6 +182,7 @@ class WeightPushWorkerExtension:
         """Start receiving for update ``epoch``; the rendezvous goes on in the receive thread."""
         state = _state(self)
         state.drop_receiver()
+        state.check_quiet()
         state.epoch = epoch
         state.progress.begin(epoch)
         state.receiver = UpdateReceiver(
@@ -184,6 +200,7 @@ class WeightPushWorkerExtension:
         """Give the model its checkpoint layout back. From here on it cannot run."""
         state = _state(self)
         receiver = state.current(epoch)
+        state.check_quiet()
         state.taint(True)
         session = start_reload(state.model, vllm_config=state.worker.vllm_config, device=state.device)
         receiver.attach(session)

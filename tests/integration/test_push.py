@@ -161,11 +161,11 @@ def test_wait_lets_a_long_answer_end_and_its_deadline_ends_it(
 ) -> None:
     from weightpush_protocol.messages import Deadlines
 
-    whole = server.answer("long", max_tokens=60)
+    whole = server.answer("long", max_tokens=200)
     for drain_s, finish in ((30.0, "length"), (0.2, "abort")):
         push("A")
         with ThreadPoolExecutor() as pool:
-            running = pool.submit(server.complete, "long", max_tokens=60)
+            running = pool.submit(server.complete, "long", max_tokens=200)
             time.sleep(0.3)
             push("B", deadlines=Deadlines(drain_s=drain_s))
             answer = running.result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import pickle
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -133,9 +134,13 @@ def test_a_data_port_that_nobody_listens_on_is_named(
         ({"transport": {"name": "gloo"}}, "transport"),
         ({"manifest": {"tensors": [{"name": "w", "dtype": "bfloat16", "shape": [-1]}]}}, "manifest.tensors.0.shape.0"),
         ({"manifest": {"tensors": [{"name": "w", "dtype": "bf17", "shape": [1]}]}}, "manifest.tensors.0.dtype"),
+        ({"manifest": {"tensors": [{"name": "w", "dtype": "int8", "shape": [10**4200]}]}}, "manifest.tensors.0"),
+        ({"manifest": {"tensors": [{"name": "w", "dtype": "int8", "shape": [2**40, 2**40]}]}}, "manifest.tensors.0"),
+        ({"manifest": {"tensors": [{"name": "w\u0001", "dtype": "int8", "shape": [1]}]}}, "manifest.tensors.0.name"),
+        ({"transport": {"name": "gloo", "host": "a" * 70, "port": 1, "world_size": 2, "key": "0" * 32}}, "transport"),
         ({"surprise": 1}, "surprise"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_body_that_does_not_fit_names_the_field(
     server: ServerProcess, checkpoints: Checkpoints, change: dict[str, Any], field: str
@@ -213,3 +218,26 @@ def test_the_callers_of_another_architecture_are_told_so(
         pusher.push(other, weight_version="bad")
     assert refused.value.server == server.url
     unchanged(server, cold_a)
+
+
+def test_errors_of_any_size_leave_the_server_usable(
+    server: ServerProcess, checkpoints: Checkpoints, cold_a: dict[str, str]
+) -> None:
+    tensors = [{"name": "\N{SNOWMAN}" * 500 + str(n), "dtype": "int8", "shape": [2**16] * 3} for n in range(300)]
+    update = RawUpdate(server, read_tensors(checkpoints.b), version="bad")
+    for _ in range(12):
+        answer = update.begin(update_id=uuid.uuid4().hex, manifest={"tensors": tensors})
+        assert (answer.status_code, error_of(answer)["code"]) == (422, "manifest_rejected")
+        assert error_of(answer)["details"]["total"] == 325
+    unchanged(server, cold_a)
+
+
+def test_one_id_with_two_bodies_is_no_repetition(server: ServerProcess, checkpoints: Checkpoints) -> None:
+    update = RawUpdate(server, read_tensors(checkpoints.a), version="A")
+    update.begin().raise_for_status()
+    other = update.begin(weight_version="other")
+    assert (other.status_code, error_of(other)["code"]) == (409, "update_in_progress")
+    update.begin().raise_for_status()
+    update.stream_all()
+    update.finish().raise_for_status()
+    assert server.status()["weight_version"] == "A"

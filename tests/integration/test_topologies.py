@@ -105,6 +105,17 @@ def test_embeddings_are_gated_and_follow_the_push(checkpoints: Checkpoints, tmp_
         assert embed(server).json()["data"][0]["embedding"] == cold
 
 
+def test_a_server_ends_while_somebody_watches_it(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with (
+        ServerProcess(checkpoints.a, folder=tmp_path) as server,
+        server.client() as client,
+        client.stream("GET", "/reload/events") as events,
+    ):
+        assert next(events.iter_lines()) == "event: status"
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.wait_exit(20) == 0
+
+
 @pytest.mark.case("C14")
 def test_a_killed_worker_is_reported_and_the_trainer_does_not_hang(checkpoints: Checkpoints, tmp_path: Path) -> None:
     with ServerProcess(checkpoints.a, folder=tmp_path) as server:
