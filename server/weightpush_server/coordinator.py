@@ -25,16 +25,19 @@ from weightpush_protocol.messages import (
     FinishRequest,
     InFlight,
     ManifestAnswer,
-    PlanSummary,
     Status,
     StreamAnswer,
     StreamRequest,
+    VerifyAnswer,
+    VerifyRequest,
 )
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_server.drain import drain
 from weightpush_server.engine import Engine
 from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord, build_status
 from weightpush_server.shared_state import SharedState
+from weightpush_server.verify import WorkerReport, combine_reports
+from weightpush_server.ways import summarise
 
 _POLL_S = 0.005
 #: Seconds that the clean-up of a failed update may delay the news of its failure.
@@ -60,6 +63,27 @@ class Coordinator:
         """Return the checkpoint that this server expects, as its first worker knows it."""
         answers = await self._engine.call("weightpush_manifest")
         return ManifestAnswer.model_validate_json(answers[0]["manifest"])
+
+    async def verify(self, request: VerifyRequest) -> VerifyAnswer:
+        """Compare what the workers hold with the last commit, and that with a checkpoint. Generation waits meanwhile.
+
+        Raises:
+            WeightPushError: ``not_serving`` while there is nothing whole to look at.
+        """
+        if not self._shared.control().state.serving:
+            raise WeightPushError(
+                ErrorCode.NOT_SERVING,
+                "the server does not serve, so there are no whole weights to verify; push first",
+                state=self._shared.control().state,
+            )
+        answers = await self._engine.call("weightpush_verify", request.model_dump_json())
+        reports = [WorkerReport.model_validate_json(answer["report"]) for answer in answers]
+        return combine_reports(
+            reports,
+            request,
+            committed=combine_fingerprints([report.committed for report in reports]),
+            now=combine_fingerprints([report.now for report in reports]),
+        )
 
     # begin
 
@@ -135,12 +159,12 @@ class Coordinator:
         with self._change(update_id) as (_, running):
             running.enter(Phase.OPENING)
             running.written = True
-        await self._engine.call("weightpush_open", epoch)
+        opened = await self._engine.call("weightpush_open", epoch)
         answer = BeginAnswer(
             update_id=update_id,
             epoch=epoch,
             accepted_transport=request.transport.name,
-            plan=PlanSummary(via_loader=update.tensors_total, bytes=update.bytes_total),
+            plan=summarise(request.manifest.tensors, [answer["ways"] for answer in opened]),
         )
         with self._change(update_id) as (_, running):
             running.enter(Phase.RECEIVING)

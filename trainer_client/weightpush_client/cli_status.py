@@ -140,3 +140,7 @@ def _remarks(urls: Sequence[str], results: Sequence[Status | Exception]) -> Iter
             yield f"{url}: {result.message} [{result.code.value}]"
         elif isinstance(result, Status) and result.last_error:
             yield f"{url}: last error: {result.last_error.message} [{result.last_error.code.value}]"
+        if isinstance(result, Status):
+            for worker in result.workers:
+                if (refused := worker.reload_refused) is not None:
+                    yield f"{url}: worker {worker.rank} takes no updates: {refused.message} [{refused.code.value}]"
