@@ -1,12 +1,13 @@
 """The main job, told step by step: ``make demo``.
 
 Serves a tiny random model with vLLM on the CPU, pushes other weights into it from a trainer process, lets a push die
-half-way, and repairs it. Every line is something that was just measured or answered; the command under it shows the
-same on a server of your own.
+half-way, and repairs it. Every line is something that was just measured or answered, and the command under it shows it:
+``python examples/demo.py --keep`` leaves the server up at the end, so that you can try them.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import transformers
 from tiny_model import QWEN3_CONFIG, make_tiny_checkpoint
 
 FOLDER = Path(".demo")
@@ -170,8 +172,8 @@ def wait_for_failure(server: Server) -> dict[str, Any]:
     return dict(status)
 
 
-def run() -> None:
-    """Tell the story."""
+def run(*, keep: bool) -> None:
+    """Tell the story; ``keep`` the server at its end until Ctrl-C."""
     story = Story()
     print("weightpush: a trainer pushes fresh weights into a live vLLM server\n")
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -196,6 +198,7 @@ def run() -> None:
         story.tell(f"{PROMPT!r} is answered {first!r}, X-Weight-Version: {version}.", generate_command)
         reference.wait()
         cold, _ = reference.answer()
+        cold_fingerprint = reference.status().json()["fingerprint"]
         reference.stop()
         expect(cold != first, "both checkpoints give one answer")
         story.tell(f"A second server, started on {new}, answers {cold!r}. That is what a push must lead to.")
@@ -209,9 +212,11 @@ def run() -> None:
         expect((after, version) == (cold, "step-2"), f"after the push: {after!r} of {version}, expected {cold!r}")
         story.tell(f"The same server now answers {after!r}, X-Weight-Version: {version}: the cold start's answer.")
         proof = server.status().json()
+        expect(proof["fingerprint"] == cold_fingerprint, "the pushed model differs from the cold start")
         story.tell(
-            f"Proof: {proof['last_update']['tensors']} tensors landed and were checked, fingerprint "
-            f"{proof['fingerprint'][:16]}..., gate closed for {proof['last_update']['pause_seconds']:.2f} s.",
+            f"Proof: {proof['last_update']['tensors']} tensors landed and were checked; the fingerprint of the whole "
+            f"model, {proof['fingerprint'][:16]}..., is that of the cold start. The gate was closed for "
+            f"{proof['last_update']['pause_seconds']:.2f} s.",
             status_command,
         )
 
@@ -241,13 +246,21 @@ def run() -> None:
             f"The next complete push repairs it, without a restart: {repaired!r}, X-Weight-Version: {version}.",
             f"weightpush push {old} --url localhost:{port} --version step-3 --transport gloo",
         )
-    story.end()
+        story.end()
+        if keep:
+            print(f"The server stays up at {server.url}; end it with Ctrl-C.", flush=True)
+            with contextlib.suppress(KeyboardInterrupt):
+                server.process.wait()
 
 
 def main() -> int:
     """Run the demo; 0 if every step went as it should."""
+    parser = argparse.ArgumentParser(description="Push weights into a live vLLM server, step by step.")
+    parser.add_argument("--keep", action="store_true", help="leave the server up at the end")
+    arguments = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
     try:
-        run()
+        run(keep=arguments.keep)
     except DemoError as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         return 1

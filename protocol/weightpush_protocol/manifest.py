@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from itertools import zip_longest
 from math import prod
 from typing import Annotated, Any, Final
 
@@ -23,6 +24,8 @@ from weightpush_protocol.dtypes import DTYPE_NAMES, dtype_name, itemsize, torch_
 MAX_NAME_LENGTH: Final = 512
 MAX_DIMENSIONS: Final = 16
 MAX_TENSORS: Final = 500_000
+#: Largest size of a tensor and of an update, in bytes: beyond what 64-bit counters hold with room to spare.
+MAX_BYTES: Final = 2**60
 DEFAULT_BUCKET_BYTES: Final = 256 * 2**20
 #: How many offenders an error names; the rest is counted.
 NAMED_OFFENDERS: Final = 20
@@ -33,9 +36,12 @@ class TensorSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH, pattern=r"^[^\x00-\x1f\x7f]+$")]
     dtype: str
-    shape: Annotated[tuple[NonNegativeInt, ...], Field(max_length=MAX_DIMENSIONS)]
+    shape: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=MAX_BYTES)], ...],
+        Field(max_length=MAX_DIMENSIONS),
+    ]
 
     @field_validator("dtype")
     @classmethod
@@ -43,6 +49,12 @@ class TensorSpec(BaseModel):
         if value not in DTYPE_NAMES:
             raise ValueError(f"unknown dtype {value!r}; known are {', '.join(sorted(DTYPE_NAMES))}")
         return value
+
+    @model_validator(mode="after")
+    def _size_is_sane(self) -> TensorSpec:
+        if self.nbytes > MAX_BYTES:
+            raise ValueError(f"tensor {self.name!r} would have more than {MAX_BYTES} bytes")
+        return self
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -71,8 +83,8 @@ class BucketSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tensors: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
-    offsets: tuple[NonNegativeInt, ...]
-    nbytes: NonNegativeInt
+    offsets: tuple[Annotated[int, Field(ge=0, le=MAX_BYTES)], ...]
+    nbytes: Annotated[int, Field(ge=0, le=MAX_BYTES)]
 
 
 class Manifest(BaseModel):
@@ -88,6 +100,8 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _buckets_cover_tensors_once(self) -> Manifest:
+        if self.nbytes > MAX_BYTES:
+            raise ValueError(f"the tensors would have more than {MAX_BYTES} bytes together")
         if not self.buckets:
             return self
         placed = Counter(index for bucket in self.buckets for index in bucket.tensors)
@@ -243,6 +257,29 @@ def compare_manifest(
         if spec.name not in seen and spec.name not in optional
     )
     return problems
+
+
+def name_offenders(problems: Sequence[ManifestProblem], limit: int = NAMED_OFFENDERS) -> list[ManifestProblem]:
+    """Choose at most ``limit`` problems to show: of each kind in turn, so that no kind hides another."""
+    by_kind: dict[ProblemKind, list[ManifestProblem]] = {}
+    for problem in problems:
+        by_kind.setdefault(problem.kind, []).append(problem)
+    taken = [problem for turn in zip_longest(*by_kind.values()) for problem in turn if problem is not None][:limit]
+    order = {id(problem): position for position, problem in enumerate(problems)}
+    return sorted(taken, key=lambda problem: order[id(problem)])
+
+
+def prefix_hint(problems: Sequence[ManifestProblem]) -> str | None:
+    """Say so where unknown and missing names differ by one prefix alone, which a wrapper or a parent module adds."""
+    unknown = {problem.name for problem in problems if problem.kind is ProblemKind.UNKNOWN}
+    missing = {problem.name for problem in problems if problem.kind is ProblemKind.MISSING}
+    for shorter, longer, advice in ((missing, unknown, "strip it"), (unknown, missing, "add it")):
+        anchor = min(shorter, default="")
+        for name in sorted(longer) if anchor else []:
+            prefix = name.removesuffix(anchor)
+            if prefix != name and all(prefix + short in longer for short in shorter):
+                return f"the names differ by the prefix {prefix!r}: {advice}, or push another module of the model"
+    return None
 
 
 def _mismatch(kind: ProblemKind, name: str, expected: Any, given: Any) -> ManifestProblem:

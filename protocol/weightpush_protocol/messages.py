@@ -163,7 +163,7 @@ class StreamRequest(_Request):
 
 
 class StreamAnswer(_Answer):
-    """Progress after a bucket was accepted (collective) or landed (body)."""
+    """Progress after a bucket was accepted (collective) or landed (body); ``landed`` names the tensors of a body."""
 
     update_id: str
     bucket: int

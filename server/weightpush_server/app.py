@@ -15,7 +15,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from weightpush_protocol.messages import INITIAL_VERSION
+from pydantic import TypeAdapter, ValidationError
+
+from weightpush_protocol.messages import INITIAL_VERSION, WeightVersion
 from weightpush_server.config import DEFAULT_MAX_BUCKET_BYTES, TOKEN_VARIABLE, ServerConfig, StoragePolicy
 from weightpush_server.plugin import ENDPOINT_PLUGIN, GENERAL_PLUGIN
 from weightpush_server.records import ControlRecord
@@ -25,6 +27,12 @@ _MIDDLEWARE: Final = "weightpush_server.gate.WeightPushMiddleware"
 _EXTENSION: Final = "weightpush_server.worker.WeightPushWorkerExtension"
 #: Formats that read a checkpoint tensor by tensor, or none at all; only these can be recorded.
 _INNER_FORMATS: Final = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "dummy")
+
+
+_EPILOG: Final = (
+    "Takes every option of `vllm serve`. weightpush's own: --control-token-file, --control-token, --weight-version, "
+    "--max-bucket-mb; see `weightpush serve --help=weightpush`, or --help=all for everything."
+)
 
 
 class StartRefusedError(Exception):
@@ -45,10 +53,13 @@ def main(argv: Sequence[str]) -> None:
 
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="weightpush serve", usage="%(prog)s MODEL [options]"))
+    parser.epilog = _EPILOG
     _add_own_options(parser)
     args = parser.parse_args(list(argv))
     args.subparser = "serve"
     try:
+        if args.model_tag is None and not any(word.startswith("--model") for word in argv):
+            raise StartRefusedError("say which MODEL to serve: weightpush serve MODEL [options]")
         own = _take_own_options(args)
         check_startable(args, own.token)
     except StartRefusedError as error:
@@ -106,7 +117,7 @@ def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
     """Remove our options from ``args``: vLLM logs and pickles what is left."""
     own = _OwnOptions(
         token=_read_token(vars(args).pop("control_token"), vars(args).pop("control_token_file")),
-        weight_version=vars(args).pop("weight_version"),
+        weight_version=_check_version(vars(args).pop("weight_version")),
         max_bucket_bytes=vars(args).pop("max_bucket_mb") * 2**20,
         storage_policy=vars(args).pop("storage_policy"),
         self_check=vars(args).pop("self_check"),
@@ -114,7 +125,15 @@ def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
     return own
 
 
+def _check_version(version: str) -> str:
+    try:
+        return TypeAdapter(WeightVersion).validate_python(version)
+    except ValidationError as error:
+        raise StartRefusedError(f"--weight-version {version!r}: {error.errors()[0]['msg']}") from None
+
+
 def _read_token(token: str | None, file: Path | None) -> str | None:
+    source = "--control-token" if token is not None else TOKEN_VARIABLE if file is None else f"the file {file}"
     if token is not None and file is not None:
         raise StartRefusedError("give --control-token or --control-token-file, not both")
     if file is not None:
@@ -127,7 +146,9 @@ def _read_token(token: str | None, file: Path | None) -> str | None:
     if token is None:
         return None
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise StartRefusedError("the control token must be visible ASCII characters without spaces, and not empty")
+        raise StartRefusedError(
+            f"the control token from {source} must be visible ASCII characters without spaces, and not empty"
+        )
     return token
 
 

@@ -10,6 +10,7 @@ from weightpush_server.config import ServerConfig
 from weightpush_server.coordinator import Coordinator, combine_fingerprints
 from weightpush_server.engine import Engine
 from weightpush_server.gate import Gate
+from weightpush_server.lifecycle import UpdateLifecycle
 from weightpush_server.shared_state import SharedState
 from weightpush_server.watch import Watchdog
 
@@ -41,6 +42,7 @@ class ServerContext:
         with self.shared.transaction() as control:
             if control.epoch == 0:
                 control.fingerprint = combine_fingerprints([worker["fingerprint"] for worker in workers])
-        self._coordinator = Coordinator(self.shared, engine)
-        watchdog = Watchdog(self.shared, engine, self._coordinator, self.gate)
+        lifecycle = UpdateLifecycle(self.shared, engine)
+        self._coordinator = Coordinator(self.shared, engine, lifecycle)
+        watchdog = Watchdog(self.shared, engine, lifecycle, self.gate)
         self._watching = asyncio.create_task(watchdog.run(), name="weightpush-watchdog")

@@ -50,9 +50,15 @@ class Engine:
                 raise WeightPushError.from_detail(ErrorDetail.model_validate(answer["error"]))
         return answers
 
+    def start_pause(self, mode: PauseMode) -> asyncio.Future[None]:
+        """Ask all engines to pause; the future is done when they rest. Nobody needs to wait for it."""
+        pausing = asyncio.ensure_future(self._while_alive(self._client.pause_generation(mode=mode, clear_cache=False)))
+        pausing.add_done_callback(swallow)
+        return pausing
+
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
         """Pause all engines; return whether that was complete within ``timeout_s``. A late pause still happens."""
-        pausing = asyncio.ensure_future(self._while_alive(self._client.pause_generation(mode=mode, clear_cache=False)))
+        pausing = self.start_pause(mode)
         done, _ = await asyncio.wait({pausing}, timeout=timeout_s)
         if pausing in done:
             pausing.result()
@@ -110,3 +116,9 @@ class Engine:
     @staticmethod
     def _lost(why: str) -> WeightPushError:
         return WeightPushError(ErrorCode.WORKER_LOST, f"a worker or its engine is gone: {why}; restart the server")
+
+
+def swallow(task: asyncio.Future[Any]) -> None:
+    """Fetch the exception of a task whose outcome nobody waits for; asyncio would log it as lost."""
+    if not task.cancelled():
+        task.exception()

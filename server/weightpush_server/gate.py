@@ -175,10 +175,7 @@ class _GatedExchange:
     def label(self) -> str:
         """Return the weight version that computed the answer, or both where the request was kept across an update."""
         assert self.entered is not None
-        now = self.gate.control()
-        if now.kept_epoch > self.entered.epoch and now.weight_version != self.entered.weight_version:
-            return f"{self.entered.weight_version}, {now.weight_version}"
-        return self.entered.weight_version
+        return self.gate.control().label(entered_epoch=self.entered.epoch, entered_version=self.entered.weight_version)
 
     async def refuse(self) -> None:
         await refusal(self.gate.control())(self.scope, self.receive, self.send)
@@ -204,8 +201,9 @@ class WeightPushMiddleware:
         method = scope.get("method", "WEBSOCKET")
         path = route_path(scope)
         if is_control_path(path) or is_control_path(scope["path"]):
-            if not self._allowed(context, method, path, Headers(scope=scope)):
-                await _unauthorized()(scope, receive, send)
+            headers = Headers(scope=scope)
+            if not self._allowed(context, method, path, headers):
+                await _unauthorized("authorization" in headers)(scope, receive, send)
                 return
             await self.app(scope, receive, send)
         elif is_gated(method, path):
@@ -220,8 +218,8 @@ class WeightPushMiddleware:
         return token_matches(headers, context.config.token)
 
 
-def _unauthorized() -> JSONResponse:
-    error = WeightPushError(
-        ErrorCode.UNAUTHORIZED, "this route needs the control token: send 'Authorization: Bearer <token>'"
-    )
+def _unauthorized(brought_some: bool) -> JSONResponse:
+    what = "these are not the credentials of" if brought_some else "no credentials came for"
+    message = f"{what} this server's control routes: send its control token as 'Authorization: Bearer <token>'"
+    error = WeightPushError(ErrorCode.UNAUTHORIZED, message)
     return JSONResponse(error.body().model_dump(mode="json"), status_code=401, headers={"WWW-Authenticate": "Bearer"})

@@ -6,7 +6,8 @@ import threading
 import time
 from typing import Any
 
-from weightpush_server.records import WorkerRecord
+from weightpush_protocol.errors import ErrorDetail
+from weightpush_server.records import WorkerRecord, shortened
 from weightpush_server.shared_state import SharedState
 
 
@@ -30,6 +31,8 @@ class ProgressWriter:
 
     def update(self, **changes: Any) -> None:
         """Change fields and publish. A change that names an older epoch than the present one is dropped."""
+        if isinstance(changes.get("error"), ErrorDetail):
+            changes["error"] = shortened(changes["error"])
         with self._lock:
             if changes.get("epoch", self._record.epoch) < self._record.epoch:
                 return  # A thread of an update that is over.

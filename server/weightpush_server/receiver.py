@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -23,6 +24,9 @@ from weightpush_protocol.transports.collective import CollectiveReceiver
 from weightpush_protocol.transports.http import digests_from_metadata, parse_header
 from weightpush_server.progress import ProgressWriter
 from weightpush_server.reload import ReloadSession
+
+#: How often a waiting worker looks whether its trainer still lives, in seconds.
+_LOOK_S: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -92,15 +96,19 @@ class UpdateReceiver:
         """Announce the next bucket. Returns at once."""
         self._jobs.put(_Job(bucket, digests, spool))
 
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread and its transport. Safe to call twice and from any thread."""
+    @property
+    def alive(self) -> bool:
+        """Whether the thread may still write: one tensor's copy cannot be interrupted."""
+        return self._thread.is_alive()
+
+    def stop(self, timeout_s: float = 3.0) -> None:
+        """End the thread and its transport, soon: see ``alive``. Safe to call twice and from any thread."""
         self._stopped.set()
         self._jobs.put(None)
         if self._transport is not None:
             self._transport.abort()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        self._buffer = None
 
     # The thread
 
@@ -110,7 +118,7 @@ class UpdateReceiver:
             if self._transport is not None:
                 self._transport.open(self.begin.deadlines.rendezvous_s)
             self._progress.update(epoch=self.epoch, connected=True)
-            while (job := self._jobs.get()) is not None and not self._stopped.is_set():
+            while (job := self._next_job()) is not None:
                 where["bucket"] = job.bucket
                 self._take(job)
         except WeightPushError as error:
@@ -124,6 +132,18 @@ class UpdateReceiver:
             if self._transport is not None:
                 self._transport.close()
 
+    def _next_job(self) -> _Job | None:
+        """Wait for the next bucket, or ``None`` at the end; meanwhile look whether the trainer still lives."""
+        while True:
+            try:
+                job = self._jobs.get(timeout=_LOOK_S)
+            except queue.Empty:
+                # Once all tensors are there, the trainer may close its end.
+                if self._transport is not None and len(self._landed) < len(self.begin.manifest.tensors):
+                    self._transport.check()
+                continue
+            return None if self._stopped.is_set() else job
+
     def _fail(self, error: WeightPushError) -> None:
         if self._stopped.is_set():
             return  # Ended on purpose; the reason is already on record.
@@ -135,7 +155,10 @@ class UpdateReceiver:
         buffer, entries, digests = self._read_spool(job) if job.spool is not None else self._receive(job)
         for spec, offset in entries:
             self._check_digest(spec, buffer[offset : offset + spec.nbytes], digests.get(spec.name))
-        self.session.land((spec.name, view_tensor(buffer, offset, spec)) for spec, offset in entries)
+        self.session.land(self._until_stopped(buffer, entries))
+        if self._device.type == "cuda":
+            # Copies are queued; the buffer is reused and progress is told only when they are done.
+            torch.cuda.synchronize(self._device)
         self._landed.update(spec.name for spec, _ in entries)
         self._progress.advance(
             epoch=self.epoch,
@@ -143,6 +166,15 @@ class UpdateReceiver:
             tensors=len(entries),
             bytes=sum(spec.nbytes for spec, _ in entries),
         )
+
+    def _until_stopped(
+        self, buffer: torch.Tensor, entries: list[tuple[TensorSpec, int]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a bucket's tensors for landing, but none any more once the update was given up."""
+        for spec, offset in entries:
+            if self._stopped.is_set():
+                raise WeightPushError(ErrorCode.ABORTED, "the update was given up while a bucket was landing")
+            yield spec.name, view_tensor(buffer, offset, spec)
 
     def _receive(self, job: _Job) -> tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]:
         assert self._transport is not None  # A collective job is only made for a collective transport.
@@ -177,7 +209,9 @@ class UpdateReceiver:
             if spec.name in self._landed:
                 raise _mismatch(ErrorCode.BUCKET_OUT_OF_ORDER, number, spec.name, "has already landed")
             if wanted is None:
-                raise _mismatch(ErrorCode.BUCKET_MISMATCH, number, spec.name, "does not belong here")
+                known = any(spec.name == listed.name for listed in manifest.tensors)
+                why = "belongs into another bucket" if known else "is not in the manifest that `begin` brought"
+                raise _mismatch(ErrorCode.BUCKET_MISMATCH, number, spec.name, why)
             if (wanted.dtype, wanted.shape) != (spec.dtype, spec.shape):
                 text = f"is {spec.dtype} {list(spec.shape)}, the manifest says {wanted.dtype} {list(wanted.shape)}"
                 raise _mismatch(ErrorCode.BUCKET_MISMATCH, number, spec.name, text)

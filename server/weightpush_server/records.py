@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,23 @@ from weightpush_protocol.state import Event, Phase, ServerState, next_state
 
 #: How many ended updates are remembered, so that a repeated call learns how its update ended.
 _REMEMBERED = 8
+#: What is kept of an error: the caller gets all of it, the shared record has a fixed size.
+_KEPT_MESSAGE = 2000
+_KEPT_DETAILS = 8000
+
+
+def shortened(error: ErrorDetail) -> ErrorDetail:
+    """Return ``error`` in a form that fits the shared record, whatever a caller made us say."""
+    message, details = error.message, error.details
+    if len(message) > _KEPT_MESSAGE:
+        message = f"{message[:_KEPT_MESSAGE]}..."
+    if len(json.dumps(details, default=str)) > _KEPT_DETAILS:
+        details = {"shortened": True}
+        for key, value in error.details.items():
+            kept = value if isinstance(value, int | float | bool | None) else str(value)[:300]
+            if len(json.dumps({**details, key: kept})) <= _KEPT_DETAILS:
+                details[key] = kept
+    return error.model_copy(update={"message": message, "details": details})
 
 
 class UpdateRecord(BaseModel):
@@ -35,7 +53,8 @@ class UpdateRecord(BaseModel):
 
     update_id: str
     epoch: int
-    manifest_digest: str
+    #: SHA-256 of the whole ``begin``: the same id with another body is no repetition.
+    request_digest: str
     mode: UpdateMode
     phase: Phase = Phase.CHECKING
     origin: ServerState
@@ -56,6 +75,8 @@ class UpdateRecord(BaseModel):
     phase_seconds: dict[str, float] = Field(default_factory=dict)
     lease_renewed: float = Field(default_factory=time.monotonic)
     gate_closed: float | None = None
+    #: Somebody is bringing the engine to rest, and will undo that if the update ends meanwhile.
+    draining: bool = False
     #: Whether the model may have been changed: decides where a failure ends.
     written: bool = False
     #: API processes end the requests that they still carry for this update.
@@ -71,6 +92,37 @@ class UpdateRecord(BaseModel):
         spent = self.phase_seconds.get(self.phase.value, 0.0) + now - self.phase_since
         self.phase_seconds[self.phase.value] = round(spent, 6)
         self.phase, self.phase_since, self.lease_renewed = phase, now, now
+
+    def take_bucket(self, bucket: int, call_id: str | None, *, as_body: bool) -> bool:
+        """Count ``bucket`` as announced; return ``False`` for a retry of the last call.
+
+        Raises:
+            WeightPushError: ``bucket_out_of_order``: it came twice, too early, after the end, or on another way than
+                this update's transport.
+        """
+        if call_id is not None and call_id == self.last_call_id and bucket == self.buckets_announced - 1:
+            return False
+        if as_body != (self.transport == "http"):
+            came = "came as a request body" if as_body else "was announced"
+            raise self._bucket_error(bucket, f"{came}, but this update goes over {self.transport}")
+        if self.phase is not Phase.RECEIVING or self.finishing:
+            raise self._bucket_error(bucket, f"came while the update was {self.phase.value}")
+        if self.buckets_total and bucket >= self.buckets_total:
+            raise self._bucket_error(bucket, f"is beyond the plan of {self.buckets_total} buckets")
+        if bucket < self.buckets_announced:
+            raise self._bucket_error(bucket, "came twice")
+        if bucket > self.buckets_announced:
+            raise self._bucket_error(bucket, f"came out of order: bucket {self.buckets_announced} is next")
+        self.buckets_announced += 1
+        self.last_call_id = call_id
+        return True
+
+    def _bucket_error(self, bucket: int, what: str) -> WeightPushError:
+        return WeightPushError(
+            ErrorCode.BUCKET_OUT_OF_ORDER,
+            f"bucket {bucket} {what}",
+            details={"bucket": bucket, "next": self.buckets_announced},
+        )
 
 
 class EndedUpdate(BaseModel):
@@ -158,8 +210,25 @@ class ControlRecord(BaseModel):
         self.apply(Event.BEGIN_DIRECT)
         update.gate_closed = time.monotonic()
 
-    def commit(self, *, fingerprint: str, tensors: int) -> FinishAnswer:
-        """Open the gate with the new version and forget the update."""
+    def label(self, *, entered_epoch: int, entered_version: str) -> str:
+        """Return the version of an answer whose request came in at ``entered_epoch``, when ``entered_version`` served.
+
+        Both versions, where the request was kept across an update.
+        """
+        update = self.update
+        if (
+            update is not None
+            and update.in_flight is InFlight.KEEP
+            and update.phase is Phase.PUBLISHING
+            and update.epoch > entered_epoch
+        ):
+            return f"{entered_version}, {update.weight_version}"  # The engine may run again already.
+        if self.kept_epoch > entered_epoch and self.weight_version != entered_version:
+            return f"{entered_version}, {self.weight_version}"
+        return entered_version
+
+    def commit(self, *, fingerprint: str) -> FinishAnswer:
+        """Publish the new version, open the gate and forget the update, in one step."""
         update = self._running()
         update.enter(update.phase)
         now = time.monotonic()
@@ -167,7 +236,7 @@ class ControlRecord(BaseModel):
             update_id=update.update_id,
             weight_version=update.weight_version,
             fingerprint=fingerprint,
-            tensors=tensors,
+            tensors=update.tensors_total,
             bytes=update.bytes_total,
             seconds=now - update.started,
             pause_seconds=now - update.gate_closed if update.gate_closed is not None else 0.0,
@@ -182,39 +251,37 @@ class ControlRecord(BaseModel):
             phase_seconds=update.phase_seconds,
             finished_at=utc_now(),
         )
+        self.previous_version, self.weight_version = self.weight_version, update.weight_version
+        self.fingerprint = fingerprint
         self.last_error = None
+        if update.in_flight is InFlight.KEEP:
+            self.kept_epoch = update.epoch
         self.apply(Event.COMMIT)
         self._end(EndedUpdate(update_id=update.update_id, epoch=update.epoch, answer=answer))
         return answer
 
-    def publish(self, *, fingerprint: str) -> None:
-        """Make the new version the one that answers are labelled with. The gate is still closed."""
-        update = self._running()
-        self.previous_version, self.weight_version = self.weight_version, update.weight_version
-        self.fingerprint = fingerprint
-        if update.in_flight is InFlight.KEEP:
-            self.kept_epoch = update.epoch
-
     def fail(self, error: WeightPushError) -> UpdateRecord:
         """End the running update with ``error``: back to its origin, or ``FAILED`` if it may have written."""
         update = self._running()
-        details = dict(error.details)
+        detail = error.body().error
         if update.origin is ServerState.FAILED and self.last_error is not None:
             # The server is down for the reason of before; this one only says why it could not be repaired.
-            details.setdefault("failed_before", self.last_error.model_dump(mode="json", exclude={"details"}))
+            before = self.last_error.model_dump(mode="json", exclude={"details"})
+            detail = detail.model_copy(update={"details": {"failed_before": before, **detail.details}})
+        detail = shortened(detail)
         if self.state not in (update.origin, ServerState.FAILED):
             self.apply(Event.FAIL_WRITTEN if update.written else Event.FAIL_UNTOUCHED)
         if self.state is not ServerState.SERVING:
             self.fingerprint = None
         self.last_error = LastError(
-            code=error.code,
-            message=error.message,
+            code=detail.code,
+            message=detail.message,
             phase=update.phase,
             update_id=update.update_id,
             at=utc_now(),
-            details=details,
+            details=detail.details,
         )
-        detail = error.body().error.model_copy(update={"update_id": update.update_id, "state": self.state})
+        detail = detail.model_copy(update={"update_id": update.update_id, "state": self.state})
         self._end(EndedUpdate(update_id=update.update_id, epoch=update.epoch, error=detail))
         return update
 

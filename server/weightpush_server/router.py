@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import NAMED_OFFENDERS
@@ -25,9 +27,11 @@ from weightpush_protocol.messages import (
     VerifyRequest,
 )
 from weightpush_server.context import ServerContext
+from weightpush_server.log import logger
 
 _EVENT_POLL_S: Final = 0.1
 _HEARTBEAT_S: Final = 15.0
+_RENEW_S: Final = 0.5
 #: Larger JSON bodies are validated off the event loop, so that the status still answers at once.
 _SMALL_BODY_BYTES: Final = 64 * 1024
 
@@ -45,6 +49,12 @@ class _ErrorRoute(APIRoute):
                 return await handler(request)
             except WeightPushError as error:
                 return _json(error.body(), error.http_status)
+            except ClientDisconnect:
+                raise
+            except Exception as error:  # noqa: BLE001 - every answer has the one error shape
+                logger.exception("%s %s", request.method, request.url.path)
+                failure = WeightPushError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"[:1000])
+                return _json(failure.body(), failure.http_status)
 
         return guarded
 
@@ -132,7 +142,7 @@ async def stream(request: Request) -> Response:
         body = await _body(request, StreamRequest, context.config.max_manifest_bytes)
         return _json(await context.coordinator.announce(body))
     where = _stream_query(request)
-    async with _spooled(request, context) as spool:
+    async with _spooled(request, context, where.update_id) as spool:
         return _json(
             await context.coordinator.land_body(where.update_id, where.epoch, where.bucket, where.call_id, spool)
         )
@@ -163,15 +173,19 @@ def _stream_query(request: Request) -> _StreamQuery:
 
 
 @asynccontextmanager
-async def _spooled(request: Request, context: ServerContext) -> AsyncIterator[Path]:
-    """Keep a request body in a file in memory for as long as the workers need it."""
+async def _spooled(request: Request, context: ServerContext, update_id: str) -> AsyncIterator[Path]:
+    """Keep a request body in a file in memory for as long as the workers need it. Bytes that arrive renew the lease."""
     path = context.config.spool_dir / uuid.uuid4().hex
     limit = context.config.max_bucket_bytes
     try:
         size = 0
+        renewed = time.monotonic()
         with path.open("xb") as file:
             async for chunk in request.stream():
                 size += len(chunk)
+                if time.monotonic() - renewed > _RENEW_S:
+                    context.coordinator.renew_lease(update_id)
+                    renewed = time.monotonic()
                 if size > limit:
                     raise WeightPushError(
                         ErrorCode.TOO_LARGE,
@@ -208,12 +222,18 @@ async def events(request: Request) -> Response:
     )
 
 
+def _stopping(request: Request) -> bool:
+    """Whether this process was told to end; it waits for open connections then."""
+    server = getattr(request.app.state, "server", None)
+    return bool(getattr(server, "should_exit", False))
+
+
 async def _event_stream(request: Request) -> AsyncIterator[str]:
     coordinator = _context(request).coordinator
     last: dict[str, Any] = {}
     loop = asyncio.get_running_loop()
     spoke = loop.time()
-    while not await request.is_disconnected():
+    while not await request.is_disconnected() and not _stopping(request):
         status = coordinator.status()
         seen = status.model_dump(mode="json", exclude={"update": {"lease_expires_at"}})
         if seen != last:

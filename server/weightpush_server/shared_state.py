@@ -7,7 +7,7 @@ cannot be used to look at a worker that sits in a collective, so whatever must b
 * one *gate counter* for each API process: requests that passed the gate and have not ended. One writer each.
 * one *progress slot* for each worker. One writer each.
 
-Readers take no lock: a slot carries a sequence number that is odd while it is written, and a checksum.
+Readers take no lock and never wait for a writer, not even for one that was killed in mid-write: see ``_Slot``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from weightpush_server.records import ControlRecord, WorkerRecord
 
 _MAGIC: Final = b"WPSTATE1"
 _FILE_HEADER: Final = struct.Struct("<8sII")  # magic, API processes, workers
-_SLOT_HEADER: Final = struct.Struct("<QII")  # sequence, length, CRC-32
+_SEQUENCE: Final = struct.Struct("<Q")
+_AREA_HEADER: Final = struct.Struct("<QII")  # sequence, length, CRC-32
 _COUNTER: Final = struct.Struct("<II")  # pid, requests in flight
 
-_CONTROL_BYTES: Final = 256 * 1024
-_WORKER_BYTES: Final = 16 * 1024
+_CONTROL_BYTES: Final = 512 * 1024
+_WORKER_BYTES: Final = 32 * 1024
 _FILE_HEADER_BYTES: Final = 64
 MAX_API_PROCESSES: Final = 128
 
@@ -46,36 +47,48 @@ def _store(memory: mmap.mmap, offset: int, data: bytes) -> None:
 
 
 class _Slot(Generic[_Record]):
-    """A pydantic model in a fixed stretch of the file: many readers, one writer at a time."""
+    """A pydantic model in a fixed stretch of the file: many readers, one writer at a time.
+
+    Two areas take turns: a write fills the one that nobody reads and then moves the sequence number on, whose parity
+    says which area counts. A writer that is killed half-way leaves the last whole record in force.
+    """
 
     def __init__(self, memory: mmap.mmap, offset: int, size: int, model: type[_Record]) -> None:
         self._memory = memory
         self._offset = offset
-        self._size = size
+        self._area = (size - _SEQUENCE.size) // 2 // 8 * 8
         self._model = model
         self._cached: tuple[int, _Record] | None = None
 
+    @property
+    def capacity(self) -> int:
+        """Longest JSON that fits, in bytes."""
+        return self._area - _AREA_HEADER.size
+
     def sequence(self) -> int:
         """Return the number of the last write; it changes with every one."""
-        sequence: int = _SLOT_HEADER.unpack_from(self._memory, self._offset)[0]
+        sequence: int = _SEQUENCE.unpack_from(self._memory, self._offset)[0]
         return sequence
+
+    def _area_at(self, sequence: int) -> int:
+        return self._offset + _SEQUENCE.size + (sequence % 2) * self._area
 
     def read(self) -> _Record | None:
         """Return the record, or ``None`` if the slot was never written. The result is shared: do not change it."""
-        while True:
-            sequence, length, checksum = _SLOT_HEADER.unpack_from(self._memory, self._offset)
-            if sequence == 0:
-                return None
+        while (sequence := self.sequence()) != 0:
             if self._cached is not None and self._cached[0] == sequence:
                 return self._cached[1]
-            start = self._offset + _SLOT_HEADER.size
-            if sequence % 2 == 0 and length <= self._size - _SLOT_HEADER.size:
+            start = self._area_at(sequence)
+            written, length, checksum = _AREA_HEADER.unpack_from(self._memory, start)
+            start += _AREA_HEADER.size
+            if written == sequence and length <= self.capacity:
                 data = self._memory[start : start + length]
-                if zlib.crc32(data) == checksum and self.sequence() == sequence:
+                if zlib.crc32(data) == checksum:
                     record = self._model.model_validate_json(data)
                     self._cached = (sequence, record)
                     return record
-            time.sleep(0)  # A writer is at work; it needs microseconds.
+            time.sleep(0)  # Two writes came by meanwhile; the next look finds a later record.
+        return None
 
     def write(self, record: _Record) -> None:
         """Replace the record.
@@ -84,13 +97,13 @@ class _Slot(Generic[_Record]):
             ValueError: its JSON is larger than the slot.
         """
         data = record.model_dump_json().encode()
-        if len(data) > self._size - _SLOT_HEADER.size:
-            raise ValueError(f"{self._model.__name__} of {len(data)} bytes does not fit its {self._size} byte slot")
-        sequence = self.sequence()
-        sequence += sequence % 2  # A writer that was killed half-way leaves an odd number behind.
-        _store(self._memory, self._offset, _SLOT_HEADER.pack(sequence + 1, 0, 0))
-        _store(self._memory, self._offset + _SLOT_HEADER.size, data)
-        _store(self._memory, self._offset, _SLOT_HEADER.pack(sequence + 2, len(data), zlib.crc32(data)))
+        if len(data) > self.capacity:
+            raise ValueError(f"{self._model.__name__} of {len(data)} bytes does not fit its {self.capacity} byte slot")
+        sequence = self.sequence() + 1
+        start = self._area_at(sequence)
+        _store(self._memory, start, _AREA_HEADER.pack(sequence, len(data), zlib.crc32(data)))
+        _store(self._memory, start + _AREA_HEADER.size, data)
+        _store(self._memory, self._offset, _SEQUENCE.pack(sequence))
 
 
 class SharedState:

@@ -7,9 +7,10 @@ import time
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.state import Phase
-from weightpush_server.coordinator import Coordinator, worker_error
 from weightpush_server.engine import Engine
 from weightpush_server.gate import Gate
+from weightpush_server.lifecycle import UpdateLifecycle
+from weightpush_server.log import logger
 from weightpush_server.records import UpdateRecord
 from weightpush_server.shared_state import SharedState
 
@@ -19,35 +20,38 @@ _TICK_S = 0.05
 class Watchdog:
     """Looks at the running update every ``_TICK_S`` seconds. One in each API process; one of them will act."""
 
-    def __init__(self, shared: SharedState, engine: Engine, coordinator: Coordinator, gate: Gate) -> None:
+    def __init__(self, shared: SharedState, engine: Engine, lifecycle: UpdateLifecycle, gate: Gate) -> None:
         self._shared = shared
         self._engine = engine
-        self._coordinator = coordinator
+        self._life = lifecycle
         self._gate = gate
 
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            update = self._shared.control().update
-            if update is not None:
-                await self._look_at(update)
+            try:
+                update = self._shared.control().update
+                if update is not None:
+                    await self._look_at(update)
+            except Exception:  # noqa: BLE001 - without the watchdog a dead trainer would block the server for ever
+                logger.exception("weightpush's watchdog")
             await asyncio.sleep(_TICK_S)
 
     async def _look_at(self, update: UpdateRecord) -> None:
         if update.evict:
             self._gate.evict()
         if update.failure is None and (error := self._lost(update)) is not None:
-            await self._coordinator.fail(update.update_id, error)
+            await self._life.fail(update.update_id, error)
 
     def _lost(self, update: UpdateRecord) -> WeightPushError | None:
         if self._engine.dead:
             return WeightPushError(ErrorCode.WORKER_LOST, "vLLM's engine died during the update; restart the server")
-        if (error := worker_error(self._shared, update)) is not None:
+        if (error := self._life.worker_error(update)) is not None:
             return error
         # In every other phase the server itself is at work, under a deadline of its own.
         if update.phase is Phase.RECEIVING and not update.finishing:
             silent = time.monotonic() - self._last_sign(update)
-            if silent > update.deadlines.lease_s:
+            if silent > self._patience(update):
                 return WeightPushError(
                     ErrorCode.LEASE_LOST,
                     f"the trainer was silent for {silent:.1f} s, longer than lease_s = {update.deadlines.lease_s:g} s, "
@@ -55,6 +59,12 @@ class Watchdog:
                     details={"lease_s": update.deadlines.lease_s, "buckets_announced": update.buckets_announced},
                 )
         return None
+
+    def _patience(self, update: UpdateRecord) -> float:
+        """Return for how long the trainer may be silent: an announced bucket has a deadline of its own to arrive."""
+        landed = [w.buckets_done for w in self._shared.worker_records() if w.epoch == update.epoch]
+        under_way = min(landed, default=0) < update.buckets_announced
+        return max(update.deadlines.lease_s, update.deadlines.bucket_s if under_way else 0.0)
 
     def _last_sign(self, update: UpdateRecord) -> float:
         """Return when the trainer last called or sent a byte."""

@@ -104,6 +104,7 @@ class _WorkerState:
         self.receiver: UpdateReceiver | None = None
         self.served: ServedModel | None = None
         self.closed: ReloadProof | None = None
+        self._unfinished: list[UpdateReceiver] = []
         self.epoch = 0
         self._planner: Planner | None = None
 
@@ -159,7 +160,21 @@ class _WorkerState:
     def drop_receiver(self) -> None:
         if self.receiver is not None:
             self.receiver.stop()
+            if self.receiver.alive:
+                self._unfinished.append(self.receiver)
             self.receiver = None
+
+    def check_quiet(self) -> None:
+        """Refuse as long as a thread of an earlier update may still write into the model."""
+        self._unfinished = [receiver for receiver in self._unfinished if receiver.alive]
+        if self._unfinished:
+            epochs = [receiver.epoch for receiver in self._unfinished]
+            raise WeightPushError(
+                ErrorCode.UPDATE_IN_PROGRESS,
+                f"worker {self.rank} is still busy with a bucket of update epoch {epochs[0]}, which was given up: push "
+                "again in a moment",
+                details={"epochs": epochs},
+            )
 
     def taint(self, tainted: bool) -> None:
         self.guard.tainted = tainted
@@ -211,6 +226,7 @@ class WeightPushWorkerExtension:
         """Start receiving for update ``epoch``; the rendezvous goes on in the receive thread."""
         state = _state(self)
         state.drop_receiver()
+        state.check_quiet()
         state.epoch = epoch
         state.progress.begin(epoch)
         state.receiver = UpdateReceiver(
@@ -228,6 +244,7 @@ class WeightPushWorkerExtension:
         """Give the model its checkpoint layout back. From here on it cannot run."""
         state = _state(self)
         receiver = state.current(epoch)
+        state.check_quiet()
         state.taint(True)
         tensors = receiver.begin.manifest.tensors
         session = start_reload(

@@ -62,7 +62,8 @@ def server(session_server: tuple[ServerProcess, dict[str, str]], checkpoints: Ch
     shared.set_faults()
     status = shared.status()
     if status["update"] is not None:
-        shared.client().post("/reload/abort", json={"update_id": status["update"]["update_id"]})
+        with shared.client() as client:
+            client.post("/reload/abort", json={"update_id": status["update"]["update_id"]})
     if shared.status()["weight_version"] not in ("default", "A") or shared.status()["state"] != "serving":
         with WeightPusher(shared.url, token=TOKEN, transport="http") as pusher:
             pusher.push(checkpoints.a, weight_version="A")

@@ -161,11 +161,11 @@ def test_wait_lets_a_long_answer_end_and_its_deadline_ends_it(
 ) -> None:
     from weightpush_protocol.messages import Deadlines
 
-    whole = server.answer("long", max_tokens=60)
+    whole = server.answer("long", max_tokens=200)
     for drain_s, finish in ((30.0, "length"), (0.2, "abort")):
         push("A")
         with ThreadPoolExecutor() as pool:
-            running = pool.submit(server.complete, "long", max_tokens=60)
+            running = pool.submit(server.complete, "long", max_tokens=200)
             time.sleep(0.3)
             push("B", deadlines=Deadlines(drain_s=drain_s))
             answer = running.result()
@@ -229,23 +229,23 @@ def test_events_tell_the_whole_story(server: ServerProcess, push: Callable[..., 
 @pytest.mark.case("C44", "C83")
 def test_curl_alone_can_push(server: ServerProcess, checkpoints: Checkpoints, cold_b: dict[str, str]) -> None:
     """The manifest comes from the server, the one bucket is the checkpoint file itself, without digests."""
-    client = server.client()
-    manifest = client.get("/reload/manifest").json()
-    begin = {
-        "weight_version": "curl-B",
-        "manifest": {"tensors": manifest["tensors"]},
-        "transport": {"name": "http"},
-        "digest": "none",
-    }
-    client.post("/reload/begin", json=begin).raise_for_status()
-    assert server.status()["update"]["digest"] == "none"
     content = (checkpoints.b / "model.safetensors").read_bytes()
-    streamed = client.post(
-        "/reload/stream", content=content, headers={"Content-Type": "application/x-www-form-urlencoded"}
-    )
-    assert streamed.json()["tensors_done"] == 25
-    update_id = server.status()["update"]["update_id"]
-    finished = client.post("/reload/finish", json={"update_id": update_id}).json()
+    with server.client() as client:
+        manifest = client.get("/reload/manifest").json()
+        begin = {
+            "weight_version": "curl-B",
+            "manifest": {"tensors": manifest["tensors"]},
+            "transport": {"name": "http"},
+            "digest": "none",
+        }
+        client.post("/reload/begin", json=begin).raise_for_status()
+        assert server.status()["update"]["digest"] == "none"
+        streamed = client.post(
+            "/reload/stream", content=content, headers={"Content-Type": "application/x-www-form-urlencoded"}
+        )
+        assert streamed.json()["tensors_done"] == len(streamed.json()["landed"]) == 25
+        update_id = server.status()["update"]["update_id"]
+        finished = client.post("/reload/finish", json={"update_id": update_id}).json()
     assert finished["weight_version"] == "curl-B"
     assert server.answer(PROMPTS[0]) == cold_b[PROMPTS[0]]
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
+import pickle
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -129,9 +134,13 @@ def test_a_data_port_that_nobody_listens_on_is_named(
         ({"transport": {"name": "gloo"}}, "transport"),
         ({"manifest": {"tensors": [{"name": "w", "dtype": "bfloat16", "shape": [-1]}]}}, "manifest.tensors.0.shape.0"),
         ({"manifest": {"tensors": [{"name": "w", "dtype": "bf17", "shape": [1]}]}}, "manifest.tensors.0.dtype"),
+        ({"manifest": {"tensors": [{"name": "w", "dtype": "int8", "shape": [10**4200]}]}}, "manifest.tensors.0"),
+        ({"manifest": {"tensors": [{"name": "w", "dtype": "int8", "shape": [2**40, 2**40]}]}}, "manifest.tensors.0"),
+        ({"manifest": {"tensors": [{"name": "w\u0001", "dtype": "int8", "shape": [1]}]}}, "manifest.tensors.0.name"),
+        ({"transport": {"name": "gloo", "host": "a" * 70, "port": 1, "world_size": 2, "key": "0" * 32}}, "transport"),
         ({"surprise": 1}, "surprise"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_body_that_does_not_fit_names_the_field(
     server: ServerProcess, checkpoints: Checkpoints, change: dict[str, Any], field: str
@@ -145,9 +154,6 @@ def test_a_body_that_does_not_fit_names_the_field(
 
 @pytest.mark.case("C26")
 def test_no_body_is_ever_unpickled(server: ServerProcess, tmp_path: Any) -> None:
-    import base64
-    import pickle
-
     marker = tmp_path / "marker"
 
     class Evil:
@@ -155,12 +161,12 @@ def test_no_body_is_ever_unpickled(server: ServerProcess, tmp_path: Any) -> None
             return (open, (str(marker), "w"))
 
     evil = pickle.dumps(Evil())
-    client = server.client()
-    for route in ("begin", "stream", "finish", "abort", "status", "manifest", "events", ""):
-        for content in (evil, base64.b64encode(evil)):
-            for kind in ("application/json", "application/octet-stream", "application/python-pickle"):
-                answer = client.post(f"/reload/{route}", content=content, headers={"Content-Type": kind})
-                assert 400 <= answer.status_code < 500, (route, kind, answer.text)
+    routes = ("begin", "stream", "finish", "abort", "status", "manifest", "events", "")
+    kinds = ("application/json", "application/octet-stream", "application/python-pickle")
+    with server.client() as client:
+        for route, kind, content in itertools.product(routes, kinds, (evil, base64.b64encode(evil))):
+            answer = client.post(f"/reload/{route}", content=content, headers={"Content-Type": kind})
+            assert 400 <= answer.status_code < 500, (route, kind, answer.text)
     assert not marker.exists()
 
 
@@ -188,8 +194,6 @@ def test_of_two_begins_one_wins(server: ServerProcess, checkpoints: Checkpoints,
 
 @pytest.mark.case("C24", "C25", "C84")
 def test_every_control_route_of_the_real_server_needs_the_token(server: ServerProcess) -> None:
-    import httpx
-
     with httpx.Client(trust_env=False) as client:
         for route in ("begin", "stream", "finish", "abort", "manifest", "events", "", "/begin", "rollback"):
             for prefix in ("/reload/", "//reload/", "/RELOAD/", "/./reload/"):
@@ -214,3 +218,26 @@ def test_the_callers_of_another_architecture_are_told_so(
         pusher.push(other, weight_version="bad")
     assert refused.value.server == server.url
     unchanged(server, cold_a)
+
+
+def test_errors_of_any_size_leave_the_server_usable(
+    server: ServerProcess, checkpoints: Checkpoints, cold_a: dict[str, str]
+) -> None:
+    tensors = [{"name": "\N{SNOWMAN}" * 500 + str(n), "dtype": "int8", "shape": [2**16] * 3} for n in range(300)]
+    update = RawUpdate(server, read_tensors(checkpoints.b), version="bad")
+    for _ in range(12):
+        answer = update.begin(update_id=uuid.uuid4().hex, manifest={"tensors": tensors})
+        assert (answer.status_code, error_of(answer)["code"]) == (422, "manifest_rejected")
+        assert error_of(answer)["details"]["total"] == 325
+    unchanged(server, cold_a)
+
+
+def test_one_id_with_two_bodies_is_no_repetition(server: ServerProcess, checkpoints: Checkpoints) -> None:
+    update = RawUpdate(server, read_tensors(checkpoints.a), version="A")
+    update.begin().raise_for_status()
+    other = update.begin(weight_version="other")
+    assert (other.status_code, error_of(other)["code"]) == (409, "update_in_progress")
+    update.begin().raise_for_status()
+    update.stream_all()
+    update.finish().raise_for_status()
+    assert server.status()["weight_version"] == "A"

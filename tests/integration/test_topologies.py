@@ -38,7 +38,7 @@ def test_two_api_processes_share_one_gate(checkpoints: Checkpoints, cold_b: dict
         assert {answer.status_code for answer in over_new_connections(server)} == {503}
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert server.wait_state("failed")["last_error"]["code"] == "lease_lost"
+        assert server.wait_state("failed")["last_error"]["code"] == "transport_failed"
         assert {answer.status_code for answer in over_new_connections(server)} == {503}
         for number in range(4):  # Calls of one update meet both processes.
             push(server, checkpoints.b, f"B{number}", ("gloo", "http")[number % 2])
@@ -103,6 +103,17 @@ def test_embeddings_are_gated_and_follow_the_push(checkpoints: Checkpoints, tmp_
         server.wait_state("failed")
         push(server, checkpoints.a, "A", "http")
         assert embed(server).json()["data"][0]["embedding"] == cold
+
+
+def test_a_server_ends_while_somebody_watches_it(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with (
+        ServerProcess(checkpoints.a, folder=tmp_path) as server,
+        server.client() as client,
+        client.stream("GET", "/reload/events") as events,
+    ):
+        assert next(events.iter_lines()) == "event: status"
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.wait_exit(20) == 0
 
 
 @pytest.mark.case("C14")

@@ -223,7 +223,7 @@ class ContractServer:
         update = self._update
         return Status(
             protocol=self.protocol,
-            instance_id="tests",
+            instance_id=self.url,
             state=self._state,
             serving=self._state.serving,
             weight_version=self._version,

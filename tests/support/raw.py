@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class RawUpdate:
         self.version = version
         self.update_id = uuid.uuid4().hex
         self.client = server.client()
+        weakref.finalize(self, self.client.close)
         self.manifest: Manifest = build_manifest(
             (TensorSpec.of(name, tensor) for name, tensor in tensors.items()), bucket_bytes
         )

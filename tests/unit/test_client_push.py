@@ -727,3 +727,13 @@ def test_a_forked_child_does_not_hang(make_server: MakeServer) -> None:
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
         assert pusher.status()[0].serving
+
+
+def test_one_server_under_two_addresses_is_found_out(make_server: MakeServer) -> None:
+    server = make_server()
+    port = server.url.rpartition(":")[2]
+    with WeightPusher([server.url, f"localhost:{port}"]) as pusher, pytest.raises(PushError) as refused:
+        pusher.push({"w": torch.ones(1)}, weight_version="v1")
+    assert refused.value.code is ErrorCode.INVALID_REQUEST
+    assert "are one server" in refused.value.message
+    assert "begin" not in server.calls

@@ -20,12 +20,15 @@ from weightpush_protocol.manifest import (
     MAX_NAME_LENGTH,
     BucketSpec,
     Manifest,
+    ManifestProblem,
     ProblemKind,
     TensorSpec,
     build_manifest,
     compare_manifest,
     layout_bucket,
+    name_offenders,
     plan_buckets,
+    prefix_hint,
 )
 
 
@@ -217,3 +220,29 @@ def test_problems_read_well() -> None:
         "missing: s (expected float32 [])",
     ]
     assert str(compare_manifest(EXPECTED, [])[0]) == "empty_manifest"
+
+
+def _problem(kind: ProblemKind, name: str) -> ManifestProblem:
+    return ManifestProblem(kind=kind, name=name)
+
+
+def test_no_kind_of_problem_hides_another() -> None:
+    problems = [_problem(ProblemKind.UNKNOWN, f"u{n}") for n in range(30)]
+    problems += [_problem(ProblemKind.MISSING, f"m{n}") for n in range(3)]
+    named = [problem.name for problem in name_offenders(problems)]
+    assert len(named) == 20
+    assert named[-3:] == ["m0", "m1", "m2"]
+    assert named[:2] == ["u0", "u1"]
+    assert name_offenders(problems[:5]) == problems[:5]
+
+
+def test_a_common_prefix_is_pointed_out() -> None:
+    names = ["a.weight", "b.a.weight", "b.bias"]
+    missing = [_problem(ProblemKind.MISSING, name) for name in names]
+    unknown = [_problem(ProblemKind.UNKNOWN, f"actor.{name}") for name in names]
+    assert "'actor.': strip it" in (prefix_hint(missing + unknown) or "")
+    swapped = [_problem(ProblemKind.MISSING, p.name) for p in unknown]
+    assert "'actor.': add it" in (prefix_hint(swapped + [_problem(ProblemKind.UNKNOWN, name) for name in names]) or "")
+    assert prefix_hint(missing[:2] + unknown[1:]) is None
+    assert prefix_hint(missing) is None
+    assert prefix_hint([]) is None

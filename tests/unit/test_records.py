@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from unit.test_shared_state import make_update
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import InFlight
@@ -52,9 +53,8 @@ def test_a_failure_after_the_first_write_is_failed(origin: ServerState) -> None:
 def test_a_commit_publishes_and_clears_the_last_error() -> None:
     control = running(ServerState.FAILED)
     control.close_gate()
-    control.publish(fingerprint="f")
     assert not control.gate_open
-    answer = control.commit(fingerprint="f", tensors=3)
+    answer = control.commit(fingerprint="f")
     assert (control.weight_version, control.previous_version) == ("v1", "v0")
     assert control.state is ServerState.SERVING
     assert control.last_error is None
@@ -65,10 +65,26 @@ def test_a_commit_publishes_and_clears_the_last_error() -> None:
 
 
 def test_only_kept_requests_span_versions() -> None:
+    for in_flight, label in ((InFlight.KEEP, "v0, v1"), (InFlight.WAIT, "v0")):
+        control = running(in_flight=in_flight)
+        control.close_gate()
+        assert control.update is not None
+        assert control.label(entered_epoch=0, entered_version="v0") == "v0"
+        control.update.enter(Phase.PUBLISHING)
+        assert control.label(entered_epoch=0, entered_version="v0") == label
+        control.commit(fingerprint="f")
+        assert control.label(entered_epoch=0, entered_version="v0") == label
+        assert control.label(entered_epoch=1, entered_version="v1") == "v1"
+
+
+def test_an_update_lost_while_publishing_keeps_the_old_version() -> None:
     control = running(in_flight=InFlight.KEEP)
     control.close_gate()
-    control.publish(fingerprint="f")
-    assert control.kept_epoch == 1
+    assert control.update is not None
+    control.update.written = True
+    control.update.enter(Phase.PUBLISHING)
+    control.fail(error())
+    assert (control.state, control.weight_version, control.kept_epoch) == (ServerState.FAILED, "v0", 0)
 
 
 @pytest.mark.case("C6", "C46")

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from weightpush_protocol.messages import Deadlines, DigestKind, InFlight, UpdateMode
 from weightpush_protocol.state import ServerState
 from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord
@@ -15,7 +16,7 @@ def make_update(**changes: object) -> UpdateRecord:
     fields: dict[str, object] = {
         "update_id": "u1",
         "epoch": 1,
-        "manifest_digest": "d",
+        "request_digest": "d",
         "mode": UpdateMode.DIRECT,
         "origin": ServerState.SERVING,
         "weight_version": "v1",
@@ -88,10 +89,13 @@ def test_transactions_of_several_processes_lose_nothing(shared: SharedState) -> 
 
 def test_a_writer_killed_in_mid_write_does_not_block_the_next_one(shared: SharedState) -> None:
     slot = shared._control
-    sequence = slot.sequence()
-    shared._memory[slot._offset : slot._offset + 8] = (sequence + 1).to_bytes(8, "little")
-    slot.write(ControlRecord(instance_id="i", weight_version="v9"))
-    assert SharedState(shared.path).control().weight_version == "v9"
+    # What a writer leaves that dies before its last store: the other area full of half a record.
+    start = slot._area_at(slot.sequence() + 1)
+    shared._memory[start : start + 64] = b"\xff" * 64
+    assert SharedState(shared.path).control().weight_version == "v0"
+    with SharedState(shared.path).transaction() as control:
+        control.weight_version = "v9"
+    assert shared.control().weight_version == "v9"
 
 
 def test_a_record_that_does_not_fit_is_refused(shared: SharedState) -> None:

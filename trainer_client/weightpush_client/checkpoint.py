@@ -81,7 +81,7 @@ class CheckpointSource:
 
 def _find_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     if not directory.is_dir():
-        raise _rejected(f"{directory} is not a directory")
+        raise _rejected(f"{directory} is not a directory: give a local checkpoint (names of a hub are not fetched)")
     index = directory / _INDEX
     if not index.exists():
         index = next(iter(sorted(directory.glob("*.safetensors.index.json"))), index)

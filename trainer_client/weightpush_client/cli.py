@@ -6,15 +6,18 @@ Exit codes: 0 done, 1 the push failed or a server does not serve, 2 unreachable 
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version as distribution_version
+from typing import Annotated
 
 import typer
 
-from weightpush_client.cli_common import UNREACHABLE_EXIT, exit_code, print_error
+from weightpush_client.cli_common import UNREACHABLE_EXIT, exit_code, print_error, stdout
 from weightpush_client.cli_push import push
 from weightpush_client.cli_serve import PassThrough, serve
 from weightpush_client.cli_status import abort, status
 from weightpush_client.cli_verify import verify
 from weightpush_client.cli_watch import watch
+from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.errors import WeightPushError
 
 _HELP = """Push fresh weights into a live vLLM server, in place, and never serve a half-updated model.
@@ -45,6 +48,24 @@ app.command("status", short_help="Show what servers serve, and whether they do."
 app.command("watch", short_help="Follow a server's updates with a progress bar.")(watch)
 app.command("verify", short_help="Check that a server holds what was committed, and which checkpoint that is.")(verify)
 app.command("abort", short_help="End the update that runs on a server.")(abort)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        stdout().print(f"weightpush {distribution_version('weightpush')}, protocol {PROTOCOL_VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version of weightpush and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -106,7 +106,11 @@ def print_error(error: WeightPushError) -> None:
     """Print one line with the code, then the details, one offender a line."""
     console = stderr()
     server = f" {error.server}:" if isinstance(error, PushError) and error.server else ""
-    console.print(f"error:{server} {error.message} [{error.code.value}]", style="red")
+    # Offenders follow one a line; in the message they would stand a second time.
+    message = error.message.partition(": ")[0] if "problems" in error.details else error.message
+    console.print(f"error:{server} {message} [{error.code.value}]", style="red")
+    if error.code is ErrorCode.UNAUTHORIZED:
+        console.print("  give the server's control token: WEIGHTPUSH_CONTROL_TOKEN or --token-file (not its --api-key)")
     if error.state is not None:
         console.print(f"  server state: {error.state.value}")
     for line in _detail_lines(error.details):

@@ -35,7 +35,7 @@ def push(
         str, typer.Option("--version", "-v", metavar="VERSION", help="Weight version to publish, e.g. step-100.")
     ],
     transport: Annotated[str, typer.Option(help="auto, nccl, gloo or http.")] = "auto",
-    mode: Annotated[UpdateMode, typer.Option(help="Write into the live model, or stage the bytes first.")] = (
+    mode: Annotated[UpdateMode, typer.Option(help="direct writes into the live model; staged is not built yet.")] = (
         UpdateMode.DIRECT
     ),
     in_flight: Annotated[InFlight, typer.Option("--in-flight", help="What becomes of running requests.")] = (
@@ -53,7 +53,7 @@ def push(
     ca_file: CaFileOption = None,
     data_host: Annotated[
         str | None,
-        typer.Option(metavar="HOST", help="Address under which the servers reach this machine (nccl, gloo)."),
+        typer.Option(metavar="HOST", help="Address of this machine that the servers shall use (nccl, gloo)."),
     ] = None,
     rendezvous_timeout: Annotated[
         float, typer.Option(min=0.001, max=3600, help="Seconds for the data plane to come up.")

@@ -117,7 +117,7 @@ def _table(urls: Sequence[str], results: Sequence[Status | Exception]) -> Table:
                 url,
                 "yes" if result.serving else "no",
                 result.state.value,
-                result.weight_version,
+                result.weight_version if result.serving else f"(was {result.weight_version})",
                 str(len(result.workers)),
                 _describe(result.update),
                 f"{last.bytes / 1e6:.1f} MB in {last.seconds:.2f} s" if last else "-",
@@ -139,7 +139,9 @@ def _remarks(urls: Sequence[str], results: Sequence[Status | Exception]) -> Iter
         if isinstance(result, WeightPushError):
             yield f"{url}: {result.message} [{result.code.value}]"
         elif isinstance(result, Status) and result.last_error:
-            yield f"{url}: last error: {result.last_error.message} [{result.last_error.code.value}]"
+            error = result.last_error
+            what = "the last push failed and changed nothing" if result.serving else "needs a complete push"
+            yield f"{url}: {what} ({error.at:%Y-%m-%d %H:%M:%S} UTC): {error.message} [{error.code.value}]"
         if isinstance(result, Status):
             for worker in result.workers:
                 if (refused := worker.reload_refused) is not None:

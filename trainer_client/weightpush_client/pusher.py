@@ -61,7 +61,8 @@ class WeightPusher:
         token: control token of the servers; from the environment's ``WEIGHTPUSH_CONTROL_TOKEN`` where it is None.
         transport: ``nccl``, ``gloo``, ``http``, or ``auto``: nccl where the weights lie on a GPU and all workers have
             it, else gloo where all workers have it, else http.
-        mode: ``direct`` writes into the live model, ``staged`` keeps serving the old weights while bytes arrive.
+        mode: ``direct`` writes into the live model; ``staged`` (old weights serve while bytes arrive) is part of the
+            protocol, but servers do not offer it yet.
         in_flight: what becomes of running requests: ``wait``, ``abort`` or ``keep``.
         deadlines: how long each wait may last, in seconds.
         bucket_bytes: tensors travel in buckets of at most this size. Two of them are held in memory, until `close`.
@@ -72,7 +73,7 @@ class WeightPusher:
         verify: True for the system's certificates, or the path of a CA file.
         device: where buckets are gathered for ``nccl``; the device of the weights where it is None.
         data_host: address under which the servers reach this process for ``nccl`` and ``gloo``; found from the route to
-            them where it is None. Needed behind NAT.
+            them where it is None. Must be an address of this machine: behind NAT use ``http``.
 
     Raises:
         PushError: ``invalid_request``: an argument is wrong; it says which.
@@ -182,6 +183,7 @@ class WeightPusher:
             progress(PushProgress(PushPhase.CHECK, 0, 0, 0, 0, 0, 0))
         source = open_source(weights)
         statuses = self.status()
+        self._refuse_twice(statuses)
         outgoing, manifest = self._plan(source)
         name = choose_transport(self._transport, statuses, self._device or source.device)
         device = (self._device or source.device) if name == "nccl" else torch.device("cpu")
@@ -194,6 +196,14 @@ class WeightPusher:
             answers = update.finish()
         seconds = perf_counter() - start
         return self._report(request, name, answers, seconds, update.phase_seconds(check=check_seconds))
+
+    def _refuse_twice(self, statuses: list[Status]) -> None:
+        first: dict[str, str] = {}
+        for url, status in zip(self._urls, statuses, strict=True):
+            if status.instance_id in first:
+                message = f"{first[status.instance_id]} and {url} are one server: name it once"
+                raise PushError(ErrorCode.INVALID_REQUEST, message)
+            first[status.instance_id] = url
 
     def _plan(self, source: WeightSource) -> tuple[list[Outgoing], Manifest]:
         manifests = self._fleet.call(lambda _, server: server.manifest())

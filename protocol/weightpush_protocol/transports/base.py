@@ -48,6 +48,16 @@ class TransportConfig(BaseModel):
             return value[1:-1]
         return value
 
+    @field_validator("host")
+    @classmethod
+    def _can_be_looked_up(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                value.encode("idna")
+            except UnicodeError as error:
+                raise ValueError(f"no host name: {error}") from None
+        return value
+
     @model_validator(mode="after")
     def _collective_is_complete(self) -> TransportConfig:
         if self.name == "http":
@@ -100,6 +110,10 @@ class Receiver(Protocol):
 
     def receive(self, number: int, buffer: torch.Tensor, timeout_s: float) -> None:
         """Fill ``buffer`` with bucket ``number``. Its bytes are valid only when this returns without an error."""
+        ...
+
+    def check(self) -> None:
+        """Between buckets: raise ``transport_failed`` if a peer is known to be gone. Never waits."""
         ...
 
     def abort(self) -> None:

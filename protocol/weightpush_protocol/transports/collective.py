@@ -316,3 +316,11 @@ class CollectiveReceiver(_Endpoint):
                 self._broadcast(group, buffer, deadline)
             except groups.GroupError as error:
                 self._fail(group, what, f"it did not arrive within {timeout_s:g} s", error)
+
+    def check(self) -> None:
+        """Raise ``transport_failed`` if the connection to a peer is closed; call it between buckets."""
+        with self._busy:
+            group = self._require_group()
+            if (peer := group.gone()) is not None:
+                error = groups.GroupError(f"{peer} closed the connection", "ConnectionClosed")
+                self._fail(group, "the data plane is lost between two buckets", "", error)

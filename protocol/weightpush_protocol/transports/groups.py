@@ -57,6 +57,10 @@ class Group(Protocol):
         """Broadcast a contiguous tensor from rank 0 and wait until it may be used. Raises :class:`GroupError`."""
         ...
 
+    def gone(self) -> str | None:
+        """Between operations: say whose connection is closed, or None if all are up or that cannot be told."""
+        ...
+
     def abort(self) -> None:
         """From any thread: make pending and later operations fail soon; returns at once."""
         ...
@@ -180,6 +184,17 @@ class GlooGroup:
             return next((rank for rank, published in enumerate(self._published) if address in published), None)
         return None
 
+    def gone(self) -> str | None:
+        """See :class:`Group`. Only looks: what a peer has sent stays for Gloo to read."""
+        for connection in self._connections:
+            if sockets.is_closed_by_peer(connection):
+                with suppress(OSError):
+                    rank = self._rank_at(connection.getpeername()[:2])
+                    if rank is not None:
+                        return f"worker rank {rank}" if rank else "the trainer"
+                return "a peer"
+        return None
+
     def abort(self) -> None:
         """See :class:`Group`."""
         for connection in self._connections:
@@ -279,6 +294,10 @@ class NcclGroup:
         if error.name != "SUCCESS":
             self.abort()
             raise GroupError(f"NCCL reported {error.name}; a peer may be gone", "DistBackendError")
+
+    def gone(self) -> str | None:
+        """See :class:`Group`; NCCL shows no connections."""
+        return None
 
     def abort(self) -> None:
         """See :class:`Group`."""

@@ -157,6 +157,16 @@ def own_connections() -> Iterator[socket.socket]:
         duplicate.close()
 
 
+def is_closed_by_peer(connection: socket.socket) -> bool:
+    """Whether the other end has closed or reset a TCP connection; reads nothing from it and never waits."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def _own_sockets() -> list[int]:
     found = []
     with suppress(OSError):

@@ -15,7 +15,15 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import NAMED_OFFENDERS, ManifestProblem, ProblemKind, TensorSpec, compare_manifest
+from weightpush_protocol.manifest import (
+    NAMED_OFFENDERS,
+    ManifestProblem,
+    ProblemKind,
+    TensorSpec,
+    compare_manifest,
+    name_offenders,
+    prefix_hint,
+)
 from weightpush_server.reload.coverage import ByteRanges, strided_ranges
 from weightpush_server.reload.layout import ModelLayout, StorageGroup
 from weightpush_server.reload.opening import first_missing
@@ -178,8 +186,10 @@ class Planner:
 
 
 def _rejected(problems: Sequence[ManifestProblem]) -> WeightPushError:
-    named = problems[:NAMED_OFFENDERS]
+    named = name_offenders(problems)
     rest = f" and {len(problems) - len(named)} more" if len(problems) > len(named) else ""
+    hint = prefix_hint(problems)
+    rest += f". {hint[0].upper()}{hint[1:]}" if hint else ""
     return WeightPushError(
         ErrorCode.MANIFEST_REJECTED,
         "the pushed weights are not a checkpoint of this model: " + "; ".join(map(str, named)) + rest,

@@ -1,0 +1,229 @@
+"""What every step of an update stands on: taking it from the shared record, waiting for its workers, failing it.
+
+What must survive a change of process lives in the shared record: every step first takes the update from there, which
+fails if it has ended meanwhile, and then does its work. Nothing here writes a state by itself: the methods of
+``ControlRecord`` do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
+from weightpush_protocol.state import Phase, ServerState
+from weightpush_server.engine import Engine, swallow
+from weightpush_server.log import logger
+from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord
+from weightpush_server.shared_state import SharedState
+
+POLL_S: Final = 0.005
+#: Seconds that the clean-up of a failed update may delay the news of its failure.
+_CLEANUP_S: Final = 5.0
+_LOOK_S: Final = 0.05
+
+_T = TypeVar("_T")
+
+
+class UpdateLifecycle:
+    """The running update of a server, as one of its API processes sees it."""
+
+    def __init__(self, shared: SharedState, engine: Engine) -> None:
+        self._shared = shared
+        self._engine = engine
+        # Work goes on when its caller hangs up, and a repeated call joins it: begin and finish are idempotent.
+        self._running: dict[Hashable, asyncio.Task[Any]] = {}
+
+    @contextmanager
+    def change(self, update_id: str, epoch: int | None = None) -> Iterator[tuple[ControlRecord, UpdateRecord]]:
+        """Lend the control record and its running update for a change; renews the lease.
+
+        Raises:
+            WeightPushError: the update has ended, or is another one; see ``ControlRecord.active``.
+        """
+        with self._shared.transaction() as control:
+            update = control.active(update_id, epoch)
+            update.lease_renewed = time.monotonic()
+            yield control, update
+
+    def enter(self, update_id: str, phase: Phase) -> None:
+        """Go on to ``phase``."""
+        with self.change(update_id) as (_, update):
+            update.enter(phase)
+
+    async def once(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Run ``work`` in a task that outlives its caller; the same ``key`` again waits for the same task."""
+        task: asyncio.Task[_T] | None = self._running.get(key)
+        if task is None:
+            task = asyncio.create_task(work())
+            self._running[key] = task
+            task.add_done_callback(lambda _: self._running.pop(key, None))
+            task.add_done_callback(swallow)
+        return await asyncio.shield(task)
+
+    async def workers(
+        self, update_id: str, ready: Callable[[WorkerRecord], bool], timeout_s: float, code: ErrorCode
+    ) -> None:
+        """Wait until every worker is ``ready`` for this update.
+
+        Raises:
+            WeightPushError: the update ended, a worker failed, or (``code``) some were not ready within ``timeout_s``.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            update = self._shared.control().active(update_id)
+            self.check_workers(update)
+            records = [self._shared.worker(rank) for rank in range(self._shared.workers)]
+            late = [
+                rank
+                for rank, record in enumerate(records)
+                if record is None or record.epoch != update.epoch or not ready(record)
+            ]
+            if not late:
+                return
+            if time.monotonic() >= deadline:
+                raise WeightPushError(
+                    code,
+                    f"workers {late} were not ready within {timeout_s:g} s ({update.phase.value})",
+                    details={"workers": late, "phase": update.phase.value},
+                )
+            await asyncio.sleep(POLL_S)
+
+    def worker_error(self, update: UpdateRecord) -> WeightPushError | None:
+        """Return the first error that a worker reports for ``update``."""
+        for worker in self._shared.worker_records():
+            if worker.epoch == update.epoch and worker.error is not None:
+                return WeightPushError.from_detail(worker.error)
+        return None
+
+    def check_workers(self, update: UpdateRecord) -> None:
+        """Raise the first error that a worker reports for ``update``."""
+        if (error := self.worker_error(update)) is not None:
+            raise error
+
+    async def step(self, update_id: str, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a step of an update; if the step breaks, the update has failed.
+
+        A step during which somebody else ended the update gets the reason; one that comes later gets
+        ``update_failed``.
+        """
+        update = self._shared.control().update
+        was_running = update is not None and update.update_id == update_id and update.failure is None
+        try:
+            return await work
+        except WeightPushError as raised:
+            error = raised
+            if error.code is ErrorCode.UPDATE_FAILED and was_running:
+                await self._until_ended(update_id)
+                error = WeightPushError.from_detail(ErrorDetail.model_validate(error.details["cause"]))
+            elif error.code not in (ErrorCode.STALE_UPDATE, ErrorCode.UPDATE_FAILED):
+                await self.fail(update_id, error)
+            error.update_id = update_id
+            error.state = self._shared.control().state
+            if error is raised:
+                raise
+            raise error from raised
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            failure = WeightPushError(ErrorCode.INTERNAL, message, details={"exception": type(error).__name__})
+            await self.fail(update_id, failure)
+            raise failure from error
+
+    async def fail(self, update_id: str, error: WeightPushError) -> None:
+        """End the running update with ``error`` if it is still ``update_id``; any process may do so, one will.
+
+        When this returns the update has ended, whoever ended it.
+        """
+        with self._shared.transaction() as control:
+            update = control.update
+            if update is None or update.update_id != update_id:
+                return
+            if error.code is ErrorCode.ABORTED and update.phase is Phase.PUBLISHING:
+                mine = False  # Past the point of no return: the engine may answer with the new weights already.
+            else:
+                mine = update.failure is None
+            if mine:
+                update.failure = error.body().error
+        if not mine:
+            await self._until_ended(update_id)
+            return
+        # Before the state changes: a late pause or resume must not meet the next update.
+        cleaning = asyncio.ensure_future(self._clean_up(update))
+        cleaning.add_done_callback(swallow)
+        await asyncio.wait({cleaning}, timeout=_CLEANUP_S)
+        with self._shared.transaction() as control:
+            if control.update is None or control.update.update_id != update_id:
+                return
+            phase = control.update.phase
+            control.fail(error)
+            error.update_id, error.state = update_id, control.state
+        logger.warning(
+            "update %s to version %s failed while %s: %s [%s]; the server is %s",
+            update_id,
+            update.weight_version,
+            phase.value,
+            error.message,
+            error.code.value,
+            error.state.value,
+        )
+
+    async def _until_ended(self, update_id: str) -> None:
+        """Wait while somebody else carries out the failure of an update."""
+        deadline = time.monotonic() + 2 * _CLEANUP_S
+        while time.monotonic() < deadline:
+            update = self._shared.control().update
+            if update is None or update.update_id != update_id:
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def _clean_up(self, update: UpdateRecord) -> None:
+        if self._engine.dead:
+            return
+        # Whoever drains sees the failure, undoes its own pause and says so; two would undo each other's.
+        while (running := self._shared.control().update) is not None and running.draining:
+            if running.update_id != update.update_id:
+                return
+            await asyncio.sleep(POLL_S)
+        if running is not None and running.written:
+            # Frozen requests would hang for as long as the server is failed.
+            await self._engine.pause("abort", timeout_s=_CLEANUP_S)
+        await self._engine.call("weightpush_abandon", update.epoch)
+
+    async def leave_drain(self, update: UpdateRecord) -> None:
+        """Undo a drain whose update has ended or failed before its first write: the engine runs as before."""
+        running = self._shared.control().update
+        if running is None or running.update_id != update.update_id:
+            return  # Given up on long ago; the engine may be another update's by now.
+        try:
+            if update.origin is ServerState.SERVING:
+                await self._engine.resume()
+        finally:
+            with self._shared.transaction() as control:
+                if control.update is not None and control.update.update_id == update.update_id:
+                    control.update.draining = False
+
+    async def rpc(self, update_id: str, timeout_s: float, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call all workers for an update, but wait no longer than ``timeout_s`` or than the update lasts.
+
+        The call itself goes on: vLLM has no way to take it back, and the worker knows by the epoch that it is late.
+
+        Raises:
+            WeightPushError: the worker's error, what became of the update, or ``deadline_exceeded``.
+        """
+        calling = asyncio.ensure_future(self._engine.call(method, *args))
+        calling.add_done_callback(swallow)
+        deadline = time.monotonic() + timeout_s
+        while not calling.done():
+            if time.monotonic() >= deadline:
+                raise WeightPushError(
+                    ErrorCode.DEADLINE_EXCEEDED,
+                    f"the workers did not answer {method.removeprefix('weightpush_')} within {timeout_s:g} s: they are "
+                    "stopped, or busy with an earlier call",
+                )
+            await asyncio.wait({calling}, timeout=_LOOK_S)
+            if not calling.done():
+                self._shared.control().active(update_id)
+        return calling.result()
