@@ -42,6 +42,7 @@ class Row:
     ``pushes``: for each push its name, how many tensors and packed layers differ from the cold start, and whether
     tokens and logprobs are equal. ``planned``: share of bytes that landed by plan, over all ranks. ``layerwise``: what
     vLLM's own reload came to. ``error``: why there is no more to tell.
+    ``unloadable``: plain vLLM, without any of our parts, does not run the model here either.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Row:
     planned: float = 0.0
     layerwise: str = "-"
     error: str | None = None
+    unloadable: bool = False
     seconds: float = 0.0
 
     @property
@@ -76,8 +78,23 @@ def measure(key: str, entry: dict[str, Any], root: Path, options: Options, repor
         else:
             _in_process(row, directories, options, report)
     except Exception as error:  # noqa: BLE001 - a model that cannot be run is a row
-        row.error = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        row.error = _told(error)
     row.seconds = time.monotonic() - began
+    report(row)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def measure_plain(key: str, entry: dict[str, Any], root: Path, options: Options, report: Callable[[Row], None]) -> None:
+    """Start the model and let it answer without any of our parts: what fails here as well is not our fault."""
+    row = Row(key)
+    try:
+        with running(checkpoint(key, 1, root, entry), options, load_format="auto") as llm:
+            generate(SimpleNamespace(llm=llm))  # type: ignore[arg-type]  # all that it uses
+    except Exception as error:  # noqa: BLE001 - that it raises is the result
+        row.error, row.unloadable = _told(error), True
     report(row)
 
 

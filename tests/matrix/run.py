@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         root = given.checkpoints or Path(temporary)
         rows = []
         for key in chosen:
-            rows.append(_in_child(key, known[key], root, options))
+            rows.append(_row(key, known[key], root, options))
             print(_line(rows[-1]), flush=True)
     document = _document(rows, options)
     print("\n" + document)
@@ -87,9 +87,21 @@ def _prepare(tp: int) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
-def _in_child(key: str, entry: dict[str, Any], root: Path, options: Any) -> dict[str, Any]:
-    """Return the row of one model, as far as its process got."""
-    from matrix.rows import Row, measure
+def _row(key: str, entry: dict[str, Any], root: Path, options: Any) -> dict[str, Any]:
+    """Return the row of one model; where it did not come to a push, whether plain vLLM runs it at all."""
+    from matrix.rows import measure, measure_plain
+
+    row = _in_child(measure, key, entry, root, options)
+    if row["error"] is not None and not row["pushes"]:
+        plain = _in_child(measure_plain, key, entry, root, options)
+        if plain["unloadable"]:
+            row = plain
+    return row
+
+
+def _in_child(work: Callable[..., None], key: str, entry: dict[str, Any], root: Path, options: Any) -> dict[str, Any]:
+    """Do ``work`` in a forked child and return its row, as far as it got."""
+    from matrix.rows import Row
 
     reading, writing = os.pipe()
     child = os.fork()
@@ -105,7 +117,7 @@ def _in_child(key: str, entry: dict[str, Any], root: Path, options: Any) -> dict
                 def report(row: Row) -> None:
                     print(json.dumps({**row.as_dict(), "right": row.right}), file=pipe, flush=True)
 
-                measure(key, entry, root, options, report)
+                work(key, entry, root, options, report)
             code = 0
         except BaseException:  # noqa: BLE001 - nothing may escape into the parent's code
             traceback.print_exc()
@@ -119,15 +131,13 @@ def _in_child(key: str, entry: dict[str, Any], root: Path, options: Any) -> dict
     if os.WIFSIGNALED(status) and row["layerwise"] == "-":
         row["error"] = f"ended by {signal.Signals(os.WTERMSIG(status)).name}"
         row["right"] = False
-    # vLLM itself cannot start it here: nothing is said about pushes.
-    row["unloadable"] = row["error"] is not None and not row["pushes"] and row["tensors"] == 0
     row["model_type"] = entry["model_type"]
     return row
 
 
 def _line(row: dict[str, Any]) -> str:
     if row["unloadable"]:
-        return f"{row['model']:>20}  cannot be started here: {row['error']}"
+        return f"{row['model']:>20}  plain vLLM does not run it: {row['error']}"
     outcome = "bit-exact" if row["right"] else f"WRONG {row['pushes']} {row['first_differing']} {row['error'] or ''}"
     return f"{row['model']:>20}  {outcome}; vLLM layerwise: {row['layerwise']} ({row['seconds']:.0f} s)"
 
@@ -169,7 +179,7 @@ def _document(rows: list[dict[str, Any]], options: Any) -> str:
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     unloadable = [row for row in rows if row["unloadable"]]
     if unloadable:
-        lines += ["", "vLLM's CPU build does not start these here:", ""]
+        lines += ["", "Plain vLLM does not run these here, so nothing can be said about pushes:", ""]
         lines += [f"- {row['model']} ({row['model_type']}): {row['error'][:160]}" for row in unloadable]
     return "\n".join(lines) + "\n"
 
