@@ -263,7 +263,7 @@ class Coordinator:
             update.deadlines.bucket_s,
             ErrorCode.DEADLINE_EXCEEDED,
         )
-        return self._progress(update, number, landed=await asyncio.to_thread(_names_in, spool) if fresh else [])
+        return self._progress(update, number, landed=await asyncio.to_thread(_names_in, spool))
 
     def _progress(self, update: UpdateRecord, bucket: int, landed: list[str] | None = None) -> StreamAnswer:
         status = self.status().update
@@ -385,11 +385,14 @@ class Coordinator:
 
 
 def _names_in(spool: Path) -> list[str]:
-    """Return the names of the tensors in a body that has landed."""
-    with spool.open("rb") as file:
-        start = file.read(LENGTH_BYTES)
-        start += file.read(header_bytes(start) - len(start))
-    return [spec.name for spec, _ in parse_header(start, total_bytes=spool.stat().st_size).entries]
+    """Return the names of the tensors in a body that has landed; none for a retry whose body came broken."""
+    try:
+        with spool.open("rb") as file:
+            start = file.read(LENGTH_BYTES)
+            start += file.read(header_bytes(start) - len(start))
+        return [spec.name for spec, _ in parse_header(start, total_bytes=spool.stat().st_size).entries]
+    except WeightPushError:
+        return []
 
 
 def combine_fingerprints(fingerprints: list[str]) -> str:
