@@ -178,15 +178,12 @@ def _unseen_bytes(layout: ModelLayout | None) -> int:
     """Return the bytes of weights whose tensors are empty now: native handles have packed them."""
     if layout is None:
         return 0
-    return sum(
-        group.nbytes
-        for group in layout.groups
-        if all(
-            (tensor := slot.get()) is not None and tensor.numel() == 0
-            for member in group.members
-            for slot in member.slots
-        )
-    )
+    unseen = 0
+    for group in layout.groups:
+        held = [slot.get() for member in group.members for slot in member.slots]
+        if held and all(tensor is not None and tensor.numel() == 0 for tensor in held):
+            unseen += group.nbytes
+    return unseen
 
 
 def combine_reports(

@@ -183,7 +183,7 @@ def _compare(
 
 
 def _over_http(row: Row, directories: dict[str, Path], options: Options, root: Path) -> None:
-    """Push into a real server over a transport. Its fingerprint and answers are those of a server started there."""
+    """Push into a real server over a transport, and compare its fingerprint and answers with a cold server's."""
     assert options.transport is not None
     arguments = ["--storage-policy", options.policy, "--tensor-parallel-size", str(options.tp)]
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if options.tp > 1 else {}

@@ -175,7 +175,10 @@ def _document(rows: list[dict[str, Any]], options: Any) -> str:
             "equal" if row["pushes"] and all(push[part] for push in row["pushes"]) else "DIFFERENT" for part in (2, 3)
         )
         cells = [row["model"], row["model_type"], row["tensors"], row["probes"], *differ, tokens, logprobs]
-        cells += [f"{row['planned']:.0%}", row["layerwise"] if row["error"] is None else f"{row['error']}"]
+        cells += [
+            "-" if options.transport else f"{row['planned']:.0%}",
+            row["layerwise"] if row["error"] is None else f"{row['error']}",
+        ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     unloadable = [row for row in rows if row["unloadable"]]
     if unloadable:
