@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: setup demo test test-fast lint format types lock clean
+.PHONY: setup demo test test-fast matrix lint format types lock clean
 
 setup: $(READY)
 
@@ -25,6 +25,11 @@ test: setup
 
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow" tests/unit
+
+# Every model that the tests know, compared with cold starts and with vLLM's own reload; writes docs/matrix.md.
+# Options: make matrix ARGS="--models qwen3,gpt_oss --tp 2"
+matrix: setup
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m matrix.run $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -15,8 +15,20 @@ invalid_request            422    the body does not fit the schema; nothing chan
 manifest_rejected          422    names, shapes or dtypes do not fit this model; nothing changed
 layout_unknown             422    the server cannot say what its model expects; nothing changed
 reload_refused             422    this model or server cannot be reloaded safely; nothing changed
+online_quantization        422    weights are quantized while loading; nothing changed
+runtime_layout             422    weights were loaded already processed; nothing changed
+unrecorded_parameter       422    a parameter was exchanged since the cold start; nothing changed
+overlapping_storage        422    two weights share some of their bytes; nothing changed
+storage_unavailable        422    policy strict: a weight has no storage of its own; nothing changed
+frozen_weights             422    compilation froze the weights into its code; nothing changed
+draft_shares_head          422    a draft model shares a quantized head with the target; no start
+lora_with_moe              422    LoRA adapters on a mixture of experts; nothing changed
+kv_connector               422    a KV connector whose cache cannot be emptied; nothing changed
+self_check_failed          422    post-load processing cannot be repeated on this model; nothing changed
+partial_refused            422    what a partial update leaves out is not at hand; nothing changed
 transport_unavailable      422    the transport cannot run here; nothing changed
 rendezvous_failed          422    data plane did not come up in time; nothing changed
+asleep                     409    the engine sleeps; nothing changed
 drain_failed               409    running requests could not be drained; nothing changed
 update_in_progress         409    another update runs; nothing changed
 stale_update               409    the call belongs to an older or unknown update; nothing changed
@@ -60,6 +72,18 @@ class ErrorCode(StrEnum):
     MANIFEST_REJECTED = "manifest_rejected"
     LAYOUT_UNKNOWN = "layout_unknown"
     RELOAD_REFUSED = "reload_refused"
+    ONLINE_QUANTIZATION = "online_quantization"
+    RUNTIME_LAYOUT = "runtime_layout"
+    UNRECORDED_PARAMETER = "unrecorded_parameter"
+    OVERLAPPING_STORAGE = "overlapping_storage"
+    STORAGE_UNAVAILABLE = "storage_unavailable"
+    FROZEN_WEIGHTS = "frozen_weights"
+    DRAFT_SHARES_HEAD = "draft_shares_head"
+    LORA_WITH_MOE = "lora_with_moe"
+    KV_CONNECTOR = "kv_connector"
+    SELF_CHECK_FAILED = "self_check_failed"
+    PARTIAL_REFUSED = "partial_refused"
+    ASLEEP = "asleep"
     TRANSPORT_UNAVAILABLE = "transport_unavailable"
     RENDEZVOUS_FAILED = "rendezvous_failed"
     DRAIN_FAILED = "drain_failed"
@@ -90,6 +114,17 @@ _REFUSALS = {
     ErrorCode.MANIFEST_REJECTED,
     ErrorCode.LAYOUT_UNKNOWN,
     ErrorCode.RELOAD_REFUSED,
+    ErrorCode.ONLINE_QUANTIZATION,
+    ErrorCode.RUNTIME_LAYOUT,
+    ErrorCode.UNRECORDED_PARAMETER,
+    ErrorCode.OVERLAPPING_STORAGE,
+    ErrorCode.STORAGE_UNAVAILABLE,
+    ErrorCode.FROZEN_WEIGHTS,
+    ErrorCode.DRAFT_SHARES_HEAD,
+    ErrorCode.LORA_WITH_MOE,
+    ErrorCode.KV_CONNECTOR,
+    ErrorCode.SELF_CHECK_FAILED,
+    ErrorCode.PARTIAL_REFUSED,
     ErrorCode.TRANSPORT_UNAVAILABLE,
     ErrorCode.RENDEZVOUS_FAILED,
 }

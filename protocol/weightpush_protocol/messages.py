@@ -11,10 +11,19 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    model_validator,
+)
 
-from weightpush_protocol.errors import ErrorCode
-from weightpush_protocol.manifest import MAX_NAME_LENGTH, Manifest, TensorSpec
+from weightpush_protocol.errors import ErrorCode, ErrorDetail
+from weightpush_protocol.manifest import MAX_NAME_LENGTH, MAX_TENSORS, Manifest, TensorSpec
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_protocol.transports.base import TransportConfig
 
@@ -99,7 +108,11 @@ class Deadlines(_Request):
 
 
 class BeginRequest(_Request):
-    """``POST /reload/begin``. A repeated call with the same ``update_id`` gets the same answer."""
+    """``POST /reload/begin``. A repeated call with the same ``update_id`` gets the same answer.
+
+    ``partial``: the manifest may leave out tensors, which then stay as they are. The server refuses if it cannot keep
+    them exactly. Otherwise the manifest must be a complete checkpoint.
+    """
 
     weight_version: WeightVersion
     manifest: Manifest
@@ -108,15 +121,22 @@ class BeginRequest(_Request):
     in_flight: InFlight = InFlight.WAIT
     deadlines: Deadlines = Deadlines()
     digest: DigestKind = DigestKind.WP64
+    partial: bool = False
     update_id: UpdateId | None = None
 
 
 class PlanSummary(_Answer):
-    """How the tensors of an update land: counts of tensors, and their bytes."""
+    """How the tensors of an update land: counts of tensors, and the bytes of all.
+
+    ``in_place``: copied to where the weights live. ``scratch``: copied to new storage, from which post-load processing
+    makes the weights. ``via_loader``: written by the model's own loaders, which transform them. ``ignored``: no rank
+    needs them. Where ranks differ, a tensor counts once, under the slowest of their ways.
+    """
 
     in_place: int = 0
     scratch: int = 0
     via_loader: int = 0
+    ignored: int = 0
     bytes: int = 0
 
 
@@ -181,6 +201,64 @@ class AbortRequest(_Request):
     reason: Annotated[str, Field(max_length=1000)] = "aborted by the client"
 
 
+class VerifyRequest(_Request):
+    """``POST /reload/verify``: what a checkpoint holds, as its tensors and their digests; nothing: only look.
+
+    ``digests`` are those of ``weightpush_protocol.digest``, of the tensors in the dtypes that are named here.
+    """
+
+    tensors: Annotated[tuple[TensorSpec, ...], Field(max_length=MAX_TENSORS)] = ()
+    digests: dict[TensorName, TensorDigest] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _every_tensor_has_a_digest(self) -> VerifyRequest:
+        for spec in self.tensors:
+            if spec.name not in self.digests:
+                raise ValueError(f"tensor {spec.name!r} has no digest")
+        return self
+
+
+class VerifyDifference(_Answer):
+    """One way in which what is served is not what it should be.
+
+    ``kind``: ``digest`` (the served tensor has other bytes), ``unrecorded`` (its digest was never taken), one of
+    ``weightpush_protocol.manifest.ProblemKind`` (names, shapes, dtypes), or, of a tensor in a worker's memory,
+    ``changed`` and ``vanished`` since the weights were committed. ``expected`` is what the checkpoint or the commit
+    says.
+    """
+
+    kind: str
+    name: str
+    expected: str | None = None
+    given: str | None = None
+    worker_rank: int | None = None
+
+
+class VerifyAnswer(_Answer):
+    """What a server found out about itself.
+
+    ``equal``: nothing changed in memory since the commit, and what was committed is the checkpoint that was asked
+    about, if one was. ``intact`` is the first half alone: ``changed`` lists the first tensors that are not as they
+    were, ``converted`` those that the runtime itself made or cast since (tables, workspaces), which is no fault.
+    ``differing`` lists the first tensors of the checkpoint that are not what was committed, out of ``compared``.
+    ``unseen_bytes`` of weights lie in native handles that cannot be read back; only their landing was checked.
+    """
+
+    equal: bool
+    intact: bool
+    weight_version: str
+    fingerprint_committed: str
+    fingerprint_now: str
+    tensors: int
+    changed: list[VerifyDifference] = Field(default_factory=list)
+    changed_total: int = 0
+    converted: list[str] = Field(default_factory=list)
+    compared: int = 0
+    differing: list[VerifyDifference] = Field(default_factory=list)
+    differing_total: int = 0
+    unseen_bytes: int = 0
+
+
 class UpdateStatus(_Answer):
     """The running update."""
 
@@ -230,7 +308,11 @@ class LastUpdate(_Answer):
 
 
 class WorkerStatus(_Answer):
-    """One vLLM rank of this server. ``rank`` counts over all engines, in the order of the data plane."""
+    """One vLLM rank of this server. ``rank`` counts over all engines, in the order of the data plane.
+
+    ``self_check`` says what became of the trial reload at start: ``passed``, ``failed``, ``skipped`` or ``off``.
+    ``reload_refused``: the reason known at start for which this worker takes no update.
+    """
 
     rank: int
     pid: int
@@ -238,6 +320,8 @@ class WorkerStatus(_Answer):
     transports: list[str] = Field(default_factory=list)
     weight_version: str
     tainted: bool = False
+    self_check: str | None = None
+    reload_refused: ErrorDetail | None = None
     buckets_done: int = 0
     tensors_done: int = 0
     bytes_done: int = 0

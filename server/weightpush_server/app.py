@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 from pydantic import TypeAdapter, ValidationError
 
 from weightpush_protocol.messages import INITIAL_VERSION, WeightVersion
-from weightpush_server.config import DEFAULT_MAX_BUCKET_BYTES, TOKEN_VARIABLE, ServerConfig
+from weightpush_server.config import DEFAULT_MAX_BUCKET_BYTES, TOKEN_VARIABLE, ServerConfig, StoragePolicy
 from weightpush_server.plugin import ENDPOINT_PLUGIN, GENERAL_PLUGIN
 from weightpush_server.records import ControlRecord
 from weightpush_server.shared_state import SharedState
@@ -87,12 +87,30 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_MAX_BUCKET_BYTES // 2**20,
         help="Largest bucket that may come as a request body, in MiB.",
     )
+    group.add_argument(
+        "--storage-policy",
+        type=StoragePolicy,
+        choices=list(StoragePolicy),
+        default=StoragePolicy.SCRATCH,
+        help="Where an update writes weights that post-load processing took away: scratch (storage taken for the "
+        "update, freed at its end), retain (storage kept between updates, which makes any partial update possible and "
+        "costs up to the size of the weights), strict (refuse such a model).",
+    )
+    group.add_argument(
+        "--self-check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Try at start whether the model's post-load processing can be repeated; refuse updates if not. Needs free "
+        "memory of twice the weights for a moment, and is skipped where there is less.",
+    )
 
 
 class _OwnOptions(argparse.Namespace):
     token: str | None
     weight_version: str
     max_bucket_bytes: int
+    storage_policy: StoragePolicy = StoragePolicy.SCRATCH
+    self_check: bool = True
 
 
 def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
@@ -101,6 +119,8 @@ def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
         token=_read_token(vars(args).pop("control_token"), vars(args).pop("control_token_file")),
         weight_version=_check_version(vars(args).pop("weight_version")),
         max_bucket_bytes=vars(args).pop("max_bucket_mb") * 2**20,
+        storage_policy=vars(args).pop("storage_policy"),
+        self_check=vars(args).pop("self_check"),
     )
     return own
 
@@ -207,6 +227,8 @@ def prepare(args: argparse.Namespace, own: _OwnOptions) -> None:
         weight_version=own.weight_version,
         token=own.token,
         max_bucket_bytes=own.max_bucket_bytes,
+        storage_policy=own.storage_policy,
+        self_check=own.self_check,
     )
     SharedState.create(
         config.state_file,
@@ -220,7 +242,10 @@ def prepare(args: argparse.Namespace, own: _OwnOptions) -> None:
     args.middleware = [*args.middleware, _MIDDLEWARE]
     args.model_loader_extra_config = {
         **_as_dict(args.model_loader_extra_config),
+        # Layouts are made, and their policy is kept, where vLLM builds its loaders: these travel with its own settings.
         "weightpush_inner_format": args.load_format,
+        "weightpush_storage_policy": config.storage_policy.value,
+        "weightpush_self_check": config.self_check,
     }
     args.load_format = "weightpush"
 

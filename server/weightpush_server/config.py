@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -16,9 +17,23 @@ _WEIGHT_VERSION: Final = "WEIGHTPUSH_WEIGHT_VERSION"
 _SPOOL_DIR: Final = "WEIGHTPUSH_SPOOL_DIR"
 _MAX_BUCKET_BYTES: Final = "WEIGHTPUSH_MAX_BUCKET_BYTES"
 _MAX_MANIFEST_BYTES: Final = "WEIGHTPUSH_MAX_MANIFEST_BYTES"
+_STORAGE_POLICY: Final = "WEIGHTPUSH_STORAGE_POLICY"
+_SELF_CHECK: Final = "WEIGHTPUSH_SELF_CHECK"
 
 DEFAULT_MAX_BUCKET_BYTES: Final = 8 * 2**30
 DEFAULT_MAX_MANIFEST_BYTES: Final = 128 * 2**20
+
+
+class StoragePolicy(StrEnum):
+    """Where an update writes a weight that post-load processing took away or converted.
+
+    ``scratch``: to storage that is taken for the update and freed at its end. ``retain``: to storage that is kept
+    between updates, so that an update may bring any part of the checkpoint. ``strict``: such a model is refused.
+    """
+
+    SCRATCH = "scratch"
+    RETAIN = "retain"
+    STRICT = "strict"
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,10 @@ class ServerConfig:
     max_bucket_bytes: int = DEFAULT_MAX_BUCKET_BYTES
     #: Largest JSON body, in bytes; a manifest of 20,000 tensors needs about 3 MB.
     max_manifest_bytes: int = DEFAULT_MAX_MANIFEST_BYTES
+    #: Handed on to the loader, which keeps it with each model's layout.
+    storage_policy: StoragePolicy = StoragePolicy.SCRATCH
+    #: Whether a model must show after its start that its post-load processing can be repeated.
+    self_check: bool = True
 
     def to_environment(self) -> None:
         """Hand the settings on to this process's children."""
@@ -42,6 +61,8 @@ class ServerConfig:
         os.environ[_WEIGHT_VERSION] = self.weight_version
         os.environ[_MAX_BUCKET_BYTES] = str(self.max_bucket_bytes)
         os.environ[_MAX_MANIFEST_BYTES] = str(self.max_manifest_bytes)
+        os.environ[_STORAGE_POLICY] = self.storage_policy.value
+        os.environ[_SELF_CHECK] = str(int(self.self_check))
         if self.token is None:
             os.environ.pop(TOKEN_VARIABLE, None)
         else:
@@ -63,4 +84,6 @@ class ServerConfig:
             token=os.environ.get(TOKEN_VARIABLE),
             max_bucket_bytes=int(os.environ[_MAX_BUCKET_BYTES]),
             max_manifest_bytes=int(os.environ[_MAX_MANIFEST_BYTES]),
+            storage_policy=StoragePolicy(os.environ[_STORAGE_POLICY]),
+            self_check=os.environ[_SELF_CHECK] == "1",
         )

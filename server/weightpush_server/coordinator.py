@@ -18,10 +18,11 @@ from weightpush_protocol.messages import (
     FinishRequest,
     InFlight,
     ManifestAnswer,
-    PlanSummary,
     Status,
     StreamAnswer,
     StreamRequest,
+    VerifyAnswer,
+    VerifyRequest,
 )
 from weightpush_protocol.state import Phase
 from weightpush_protocol.transports.http import LENGTH_BYTES, header_bytes, parse_header
@@ -31,6 +32,8 @@ from weightpush_server.lifecycle import POLL_S, UpdateLifecycle
 from weightpush_server.log import logger
 from weightpush_server.records import ControlRecord, UpdateRecord, build_status
 from weightpush_server.shared_state import SharedState
+from weightpush_server.verify import WorkerReport, combine_reports
+from weightpush_server.ways import summarise
 
 _MANIFEST_S: Final = 30.0
 
@@ -57,6 +60,27 @@ class Coordinator:
             raise WeightPushError(ErrorCode.DEADLINE_EXCEEDED, message)
         answers = asking.result()
         return ManifestAnswer.model_validate_json(answers[0]["manifest"])
+
+    async def verify(self, request: VerifyRequest) -> VerifyAnswer:
+        """Compare what the workers hold with the last commit, and that with a checkpoint. Generation waits meanwhile.
+
+        Raises:
+            WeightPushError: ``not_serving`` while there is nothing whole to look at.
+        """
+        if not self._shared.control().state.serving:
+            raise WeightPushError(
+                ErrorCode.NOT_SERVING,
+                "the server does not serve, so there are no whole weights to verify; push first",
+                state=self._shared.control().state,
+            )
+        answers = await self._engine.call("weightpush_verify", request.model_dump_json())
+        reports = [WorkerReport.model_validate_json(answer["report"]) for answer in answers]
+        return combine_reports(
+            reports,
+            request,
+            committed=combine_fingerprints([report.committed for report in reports]),
+            now=combine_fingerprints([report.now for report in reports]),
+        )
 
     # begin
 
@@ -138,12 +162,12 @@ class Coordinator:
             update_id, lambda worker: worker.connected, deadlines.rendezvous_s + 2, ErrorCode.RENDEZVOUS_FAILED
         )
         await self._close_gate_and_drain(update_id)
-        await self._life.rpc(update_id, deadlines.commit_s, "weightpush_open", epoch)
+        opened = await self._life.rpc(update_id, deadlines.commit_s, "weightpush_open", epoch)
         answer = BeginAnswer(
             update_id=update_id,
             epoch=epoch,
             accepted_transport=request.transport.name,
-            plan=PlanSummary(via_loader=update.tensors_total, bytes=update.bytes_total),
+            plan=summarise(request.manifest.tensors, [answer["ways"] for answer in opened]),
         )
         with self._life.change(update_id) as (_, running):
             running.enter(Phase.RECEIVING)

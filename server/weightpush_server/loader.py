@@ -7,6 +7,7 @@ base loader calls :meth:`WeightpushLoader.load_weights` right before processing,
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import struct
@@ -17,15 +18,30 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.dtypes import name_of_safetensors_code
 from weightpush_protocol.manifest import TensorSpec
+from weightpush_server.config import StoragePolicy
+from weightpush_server.reload.contract import PIN_DEVICES
 from weightpush_server.reload.coverage import WriteLog, WriteRecorder
-from weightpush_server.reload.layout import find_layout, record_layout, registered_slots
+from weightpush_server.reload.layout import (
+    SelfCheck,
+    SelfCheckOutcome,
+    find_layout,
+    record_layout,
+    registered_slots,
+)
+from weightpush_server.reload.refusals import quantized_online
+from weightpush_server.reload.retention import hold_loaded, settle
+from weightpush_server.reload.selfcheck import check_repeatable, has_room
 from weightpush_server.reload.storage import storage_bytes
 
 logger = logging.getLogger(__name__)
@@ -33,6 +49,10 @@ logger = logging.getLogger(__name__)
 LOAD_FORMAT: Final = "weightpush"
 #: Key of ``model_loader_extra_config`` that names the format to load by; the other keys are for that format.
 INNER_FORMAT_KEY: Final = "weightpush_inner_format"
+
+#: Keys of ``model_loader_extra_config`` for where updates write, and whether a model must show that it can be reloaded.
+POLICY_KEY: Final = "weightpush_storage_policy"
+SELF_CHECK_KEY: Final = "weightpush_self_check"
 
 #: Formats that read vLLM's own state dict instead of a checkpoint: there is no checkpoint layout to record.
 _WITHOUT_CHECKPOINT: Final = frozenset({"sharded_state", "runai_streamer_sharded"})
@@ -56,10 +76,16 @@ class WeightpushLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not an
         ValueError: the inner format is this one, reads no checkpoint, or processes weights by itself.
     """
 
+    #: Types of devices on which no update may change an address.
+    pin_devices: frozenset[str] = PIN_DEVICES
+
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
         extra = dict(load_config.model_loader_extra_config or {})
         inner_format = str(extra.pop(INNER_FORMAT_KEY, "auto"))
+        self._policy = StoragePolicy(extra.pop(POLICY_KEY, StoragePolicy.SCRATCH))
+        self._self_check = bool(extra.pop(SELF_CHECK_KEY, True))
+        self._is_target = True
         if inner_format == LOAD_FORMAT or inner_format in _WITHOUT_CHECKPOINT:
             raise ValueError(
                 f"load format {inner_format!r} cannot be used under {LOAD_FORMAT!r}: name one that reads a checkpoint"
@@ -105,15 +131,76 @@ class WeightpushLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not an
         checkpoint = heard.specs()
         if checkpoint is None and self._is_dummy:
             checkpoint = read_checkpoint_specs(Path(model_config.model))
-        record_layout(model, checkpoint, writes=writes, constructed=constructed)
+        layout = record_layout(
+            model,
+            checkpoint,
+            writes=writes,
+            constructed=constructed,
+            policy=self._policy if self._is_target else StoragePolicy.SCRATCH,
+            pin_devices=self.pin_devices,
+        )
+        layout.digests = heard.digests
+        # What is refused for its kind need not be tried.
+        checked = self._self_check and self._is_target and not layout.preprocessed and quantized_online(model) is None
+        shadows = checked and has_room(model, _device_of(model))
+        if checked and not shadows:
+            layout.self_check = SelfCheck(SelfCheckOutcome.SKIPPED)
+            logger.warning("no self-check: there is not enough memory for a second copy of the weights")
+        hold_loaded(layout, shadows=shadows)
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
-        """Make, load and process a model as the base class does, and note what processing changed."""
+        """Make, load and process a model as the base class does, and try whether that can be repeated.
+
+        A model that fails the self-check is made anew, since the attempt spoilt it, and will refuse updates.
+        """
+        # Updates write the model that the server is named for. Drafts come through the same loader.
+        self._is_target = model_config is vllm_config.model_config
+        registry = _LayerRegistry(vllm_config)
+        model = self._make(vllm_config, model_config, prefix)
+        layout = find_layout(model)
+        if layout is None or not any(group.shadow is not None for group in layout.groups):
+            return model
+        device = _device_of(model)
+        layout.self_check = check = check_repeatable(model, layout, vllm_config=vllm_config, device=device)
+        if check.outcome is not SelfCheckOutcome.FAILED:
+            return model
+        logger.error("this model will refuse updates: %r: %s", check.offender, check.reason)
+        del model, layout
+        gc.collect()
+        registry.restore()
+        self._self_check = False
+        model = self._make(vllm_config, model_config, prefix)
+        layout = find_layout(model)
+        assert layout is not None
+        layout.self_check = check
+        return model
+
+    def _make(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str) -> nn.Module:
         model: nn.Module = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         layout = find_layout(model)
         if layout is not None and layout.settled is None:
-            layout.settle(model)
+            settle(model, layout)
         return model
+
+
+class _LayerRegistry:
+    """What the layers of a model write into vLLM's configuration when they are made, to be taken back."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._config = vllm_config.compilation_config
+        self._layers = dict(self._config.static_forward_context)
+        self._experts = list(self._config.static_all_moe_layers)
+
+    def restore(self) -> None:
+        """Forget the layers made since: each name may be taken once."""
+        self._config.static_forward_context.clear()
+        self._config.static_forward_context.update(self._layers)
+        self._config.static_all_moe_layers[:] = self._experts
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return where ``model`` lives; a cold start puts all of it on one device."""
+    return next((tensor.device for _, tensor in registered_slots(model) if not tensor.is_meta), torch.device("cpu"))
 
 
 class _Checkpoint:
@@ -122,12 +209,21 @@ class _Checkpoint:
     def __init__(self) -> None:
         self._specs: dict[str, TensorSpec] = {}
         self._unspeakable: str | None = None
+        parallel = model_parallel_is_initialized()
+        self._ranks = get_tensor_model_parallel_world_size() if parallel else 1
+        self._rank = get_tensor_model_parallel_rank() if parallel else 0
+        #: Digests of this rank's share of the tensors: together the ranks read a checkpoint once more.
+        self.digests: dict[str, str] = {}
 
     def listen(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass ``weights`` on and note them."""
         for name, tensor in weights:
             try:
                 self._specs[name] = TensorSpec.of(name, tensor)
+                if (len(self._specs) - 1) % self._ranks == self._rank:
+                    # Outside the recorder of writes: it would look at every step of the digest.
+                    with _disable_current_modes():
+                        self.digests[name] = tensor_digest(tensor)
             except ValueError as error:
                 self._unspeakable = f"{name!r}: {error}"
             yield name, tensor

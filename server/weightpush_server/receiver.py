@@ -64,6 +64,8 @@ class UpdateReceiver:
         self._session: ReloadSession | None = None
         self._buffer: torch.Tensor | None = None
         self._landed: set[str] = set()
+        #: Digests of the tensors that arrived, as far as the update has any.
+        self.digests: dict[str, str] = {}
         self._stopped = threading.Event()
         self._transport: Receiver | None = None
         if begin.transport.name != "http":
@@ -235,6 +237,7 @@ class UpdateReceiver:
             message = f"{spec.name!r} arrived changed: digest {found}, the trainer says {expected}"
             details = {"tensor": spec.name, "expected": expected, "given": found}
             raise WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details=details)
+        self.digests[spec.name] = found
 
 
 def _mismatch(code: ErrorCode, bucket: int, name: str, what: str) -> WeightPushError:

@@ -304,6 +304,8 @@ class WorkerRecord(BaseModel):
     transports: list[str] = Field(default_factory=list)
     weight_version: str
     tainted: bool = False
+    self_check: str | None = None
+    reload_refused: ErrorDetail | None = None
     epoch: int = 0
     connected: bool = False
     buckets_done: int = 0

@@ -24,6 +24,7 @@ from weightpush_protocol.messages import (
     FinishRequest,
     Status,
     StreamRequest,
+    VerifyRequest,
 )
 from weightpush_server.context import ServerContext
 from weightpush_server.log import logger
@@ -114,6 +115,14 @@ async def status(request: Request) -> Response:
 async def manifest(request: Request) -> Response:
     """Names, dtypes and shapes of the checkpoint that this server expects."""
     return _json(await _context(request).coordinator.manifest())
+
+
+@router.post("/verify")
+async def verify(request: Request) -> Response:
+    """Whether the server still holds what was committed, and whether that is the checkpoint of the body."""
+    context = _context(request)
+    body = await _body(request, VerifyRequest, context.config.max_manifest_bytes)
+    return _json(await context.coordinator.verify(body))
 
 
 @router.post("/begin")

@@ -16,18 +16,25 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 import torch
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import compare_manifest, name_offenders, prefix_hint
-from weightpush_protocol.messages import BeginRequest, ManifestAnswer, UpdateMode
+from weightpush_protocol.messages import BeginRequest, ManifestAnswer, UpdateMode, VerifyRequest
 from weightpush_protocol.transports.base import check_available
 from weightpush_server.config import ServerConfig
 from weightpush_server.guard import TaintedGuard
 from weightpush_server.progress import ProgressWriter
 from weightpush_server.receiver import UpdateReceiver
 from weightpush_server.records import WorkerRecord
-from weightpush_server.reload import check_reloadable, finish_reload, start_reload
-from weightpush_server.reload.fingerprint import fingerprint
+from weightpush_server.reload import (
+    Planner,
+    ReloadProof,
+    check_awake,
+    check_draft,
+    check_reloadable,
+    finish_reload,
+    start_reload,
+)
 from weightpush_server.reload.layout import ModelLayout, find_layout
 from weightpush_server.shared_state import SharedState
+from weightpush_server.verify import ServedModel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,8 +102,11 @@ class _WorkerState:
         )
         self.progress = ProgressWriter(SharedState(config.state_file), record)
         self.receiver: UpdateReceiver | None = None
+        self.served: ServedModel | None = None
+        self.closed: ReloadProof | None = None
         self._unfinished: list[UpdateReceiver] = []
         self.epoch = 0
+        self._planner: Planner | None = None
 
     @property
     def model(self) -> torch.nn.Module:
@@ -112,6 +122,31 @@ class _WorkerState:
                 "files, or with a load format that reads a checkpoint",
             )
         return layout
+
+    def planner(self) -> Planner:
+        """Return what plans this model's updates. Raises LAYOUT_UNKNOWN where no cold start was recorded."""
+        if self._planner is None:
+            layout = find_layout(self.model)
+            if layout is None:
+                raise WeightPushError(
+                    ErrorCode.LAYOUT_UNKNOWN,
+                    "the cold start of this model was not recorded; start the server with --load-format weightpush",
+                )
+            self._planner = Planner(
+                self.model, layout, vllm_config=self.worker.vllm_config, device=torch.device(self.device)
+            )
+        return self._planner
+
+    def publish_reloadable(self) -> None:
+        """Say in the shared record whether this model can take updates, and why not."""
+        layout, refused = find_layout(self.model), None
+        try:
+            check_reloadable(self.model, self.worker.vllm_config, planned=True)
+        except WeightPushError as error:
+            refused = error.body().error
+        self.progress.update(
+            self_check=layout.self_check.outcome.value if layout is not None else None, reload_refused=refused
+        )
 
     def current(self, epoch: int) -> UpdateReceiver:
         if self.receiver is None or self.receiver.epoch != epoch:
@@ -160,7 +195,16 @@ class WeightPushWorkerExtension:
     def weightpush_describe(self) -> dict[str, Any]:
         """Introduce this worker in the shared record, and return the fingerprint of what it serves."""
         state = _state(self)
-        return {"rank": state.rank, "fingerprint": fingerprint(state.model)}
+        get_draft_model = getattr(state.worker.model_runner, "get_draft_model", None)
+        if get_draft_model is not None:
+            check_draft(state.model, get_draft_model())
+        if state.served is None:
+            state.served = ServedModel(state.model)
+        if find_layout(state.model) is not None:
+            # The usual first begin finds its plan ready.
+            state.planner().prepare()
+        state.publish_reloadable()
+        return {"rank": state.rank, "fingerprint": state.served.fingerprint}
 
     @_rpc
     def weightpush_manifest(self) -> dict[str, Any]:
@@ -202,9 +246,16 @@ class WeightPushWorkerExtension:
         receiver = state.current(epoch)
         state.check_quiet()
         state.taint(True)
-        session = start_reload(state.model, vllm_config=state.worker.vllm_config, device=state.device)
+        tensors = receiver.begin.manifest.tensors
+        session = start_reload(
+            state.model,
+            vllm_config=state.worker.vllm_config,
+            device=state.device,
+            plan=state.planner().plan(tensors),
+            partial=receiver.begin.partial,
+        )
         receiver.attach(session)
-        return {}
+        return {"ways": session.ways(tensors)}
 
     @_rpc
     def weightpush_expect(self, epoch: int, bucket: int, digests: dict[str, str], spool: str | None) -> dict[str, Any]:
@@ -216,7 +267,7 @@ class WeightPushWorkerExtension:
     def weightpush_close(self, epoch: int) -> dict[str, Any]:
         """Run post-load processing and prove the result."""
         state = _state(self)
-        proof = finish_reload(state.current(epoch).session)
+        state.closed = proof = finish_reload(state.current(epoch).session)
         return {
             "fingerprint": proof.fingerprint,
             "tensors": proof.tensors,
@@ -228,11 +279,31 @@ class WeightPushWorkerExtension:
     def weightpush_commit(self, epoch: int, weight_version: str) -> dict[str, Any]:
         """Let the model run again, as ``weight_version``."""
         state = _state(self)
-        state.current(epoch)
+        receiver, proof = state.current(epoch), state.closed
+        if state.served is None or proof is None:
+            raise WeightPushError(ErrorCode.INTERNAL, "the update was to be committed before it was closed")
+        state.served.commit(
+            proof.prints, receiver.begin.manifest.tensors, receiver.digests, partial=receiver.begin.partial
+        )
+        state.closed = None
+        if state.worker.vllm_config.lora_config is not None:
+            # As vLLM does after its own reloads: adapters are loaded again when they are next asked for.
+            state.worker.model_runner.reset_lora_state()
         state.progress.update(weight_version=weight_version)
         state.taint(False)
         state.drop_receiver()
         return {}
+
+    @_rpc
+    def weightpush_verify(self, request_json: str) -> dict[str, Any]:
+        """Compare the model in memory with the last commit, and that with a checkpoint. Changes nothing."""
+        state = _state(self)
+        if state.guard.tainted or state.served is None:
+            raise WeightPushError(ErrorCode.NOT_SERVING, "the weights are being replaced; verify when it serves again")
+        request = VerifyRequest.model_validate_json(request_json)
+        version = state.progress.record.weight_version
+        report = state.served.report(state.model, request, rank=state.rank, weight_version=version)
+        return {"report": report.model_dump_json()}
 
     @_rpc
     def weightpush_abandon(self, epoch: int) -> dict[str, Any]:
@@ -246,19 +317,9 @@ class WeightPushWorkerExtension:
 def _check_begin(begin: BeginRequest, state: _WorkerState) -> None:
     if begin.mode is UpdateMode.STAGED:
         raise WeightPushError(ErrorCode.RELOAD_REFUSED, "this server has no staged mode yet; begin with mode 'direct'")
-    check_reloadable(state.model)
-    layout = state.layout()
-    problems = compare_manifest(layout.checkpoint or (), begin.manifest.tensors, optional=layout.optional)
-    if problems:
-        named = name_offenders(problems)
-        rest = f" and {len(problems) - len(named)} more" if len(problems) > len(named) else ""
-        hint = prefix_hint(problems)
-        rest += f". {hint[0].upper()}{hint[1:]}" if hint else ""
-        raise WeightPushError(
-            ErrorCode.MANIFEST_REJECTED,
-            "the pushed weights are not a checkpoint of this model: " + "; ".join(map(str, named)) + rest,
-            details={"problems": [problem.model_dump(mode="json") for problem in named], "total": len(problems)},
-        )
+    check_awake(state.worker)
+    check_reloadable(state.model, state.worker.vllm_config, planned=True)
+    state.planner().admit(begin.manifest.tensors, partial=begin.partial)
     check_available(begin.transport.name, state.device)
     if begin.transport.name != "http" and not begin.manifest.buckets:
         raise WeightPushError(

@@ -486,7 +486,7 @@ def test_a_refusal_changes_nothing(live: Engine, monkeypatch: pytest.MonkeyPatch
     method = live.model.model.layers[0].mlp.down_proj.quant_method
     with monkeypatch.context() as patch:
         patch.setattr(method, "uses_meta_device", True)
-        refused(ErrorCode.RELOAD_REFUSED, r"'model\.layers\.0\.mlp\.down_proj'.*quantized while loading")
+        refused(ErrorCode.ONLINE_QUANTIZATION, r"'model\.layers\.0\.mlp\.down_proj'.*quantized while loading")
     with monkeypatch.context() as patch:
         patch.setitem(norm._parameters, "weight", torch.nn.Parameter(torch.empty(64, device="meta")))
         refused(ErrorCode.RELOAD_REFUSED, r"'model\.norm\.weight'.*meta")

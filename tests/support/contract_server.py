@@ -26,7 +26,7 @@ from fastapi.responses import StreamingResponse
 from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import TensorSpec, compare_manifest
+from weightpush_protocol.manifest import ProblemKind, TensorSpec, compare_manifest
 from weightpush_protocol.messages import (
     AbortRequest,
     BeginAnswer,
@@ -285,6 +285,8 @@ class ContractServer:
                 raise WeightPushError(ErrorCode.UPDATE_IN_PROGRESS, "another update runs")
             optional = {spec.name: spec for spec in self.manifest.optional}
             problems = compare_manifest(self.manifest.tensors, begin.manifest.tensors, optional=optional)
+            if begin.partial:
+                problems = [problem for problem in problems if problem.kind is not ProblemKind.MISSING]
             if problems:
                 details = {"problems": [problem.model_dump(mode="json") for problem in problems]}
                 raise WeightPushError(

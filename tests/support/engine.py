@@ -20,9 +20,12 @@ from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from weightpush_server.loader import INNER_FORMAT_KEY, LOAD_FORMAT, register_loader
+from weightpush_protocol.manifest import TensorSpec
+from weightpush_server.loader import INNER_FORMAT_KEY, LOAD_FORMAT, POLICY_KEY, SELF_CHECK_KEY, register_loader
 from weightpush_server.reload import ReloadProof, ReloadSession, finish_reload, start_reload
 from weightpush_server.reload.fingerprint import reachable_tensors
+from weightpush_server.reload.layout import find_layout
+from weightpush_server.reload.plan import make_plan
 
 #: What an engine in the test's own process needs. Not set here: servers that other tests start must not inherit it.
 ENVIRONMENT = {
@@ -51,14 +54,16 @@ class Engine:
 
 
 @contextmanager
-def engine(checkpoint: Path, *, inner_format: str = "auto", **options: Any) -> Iterator[Engine]:
+def engine(
+    checkpoint: Path, *, inner_format: str = "auto", policy: str = "scratch", self_check: bool = True, **options: Any
+) -> Iterator[Engine]:
     """Run an engine on ``checkpoint`` in this process; one at a time, since they share vLLM's process groups."""
     assert not model_parallel_is_initialized(), "another engine runs in this process"
     register_loader()
     llm = LLM(
         str(checkpoint),
         load_format=LOAD_FORMAT,
-        model_loader_extra_config={INNER_FORMAT_KEY: inner_format},
+        model_loader_extra_config={INNER_FORMAT_KEY: inner_format, POLICY_KEY: policy, SELF_CHECK_KEY: self_check},
         **{
             "enforce_eager": True,
             "max_model_len": 128,
@@ -85,10 +90,25 @@ def read(checkpoint: Path) -> Tensors:
 
 
 def push(
-    engine: Engine, tensors: Tensors, *, cuts: Iterable[Tensors] | None = None, poison: bool = True
+    engine: Engine,
+    tensors: Tensors,
+    *,
+    cuts: Iterable[Tensors] | None = None,
+    poison: bool = True,
+    planned: bool = True,
+    partial: bool = False,
 ) -> ReloadProof:
-    """Push ``tensors`` in one bucket, or in the buckets of ``cuts``, landing in a second thread as a worker does."""
-    session = start_reload(engine.model, vllm_config=engine.vllm_config, device=CPU, poison=poison)
+    """Push ``tensors`` in one bucket, or in the buckets of ``cuts``, landing in a second thread as a worker does.
+
+    Along a plan, as a worker does; not ``planned``: by the model's own loaders.
+    """
+    layout = find_layout(engine.model)
+    assert layout is not None
+    specs = [TensorSpec.of(name, tensor) for name, tensor in tensors]
+    plan = make_plan(engine.model, layout, specs, vllm_config=engine.vllm_config, device=CPU) if planned else None
+    session = start_reload(
+        engine.model, vllm_config=engine.vllm_config, device=CPU, poison=poison, plan=plan, partial=partial
+    )
     with ThreadPoolExecutor(1) as receiver:
         for bucket in [tensors] if cuts is None else cuts:
             receiver.submit(land, session, bucket).result()

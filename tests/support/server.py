@@ -71,6 +71,8 @@ class ServerProcess:
         self._environment["WP_TEST_FAULT_FILE"] = str(self.fault_file)
         if token is not None:
             self._environment["WEIGHTPUSH_CONTROL_TOKEN"] = token
+        # Tests with an engine in their own process choose plugins there; a server shall find the one for tests.
+        self._environment.pop("VLLM_PLUGINS", None)
         self._environment.update(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
 

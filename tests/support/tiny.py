@@ -33,15 +33,16 @@ def configurations() -> dict[str, dict[str, Any]]:
     return configurations
 
 
-def checkpoint(key: str, seed: int, root: Path) -> Path:
+def checkpoint(key: str, seed: int, root: Path, entry: dict[str, Any] | None = None) -> Path:
     """Return a checkpoint directory of model ``key``, made below ``root`` on the first call.
 
+    ``entry`` describes a model that is not among the tiny ones.
     Safe against a second process that makes the same one: each builds its own and renames it into place.
     """
     target = root / f"{key}-{seed}"
     if target.is_dir():
         return target
-    entry = configurations()[key]
+    entry = entry or configurations()[key]
     root.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(dir=root, prefix=f".{key}-{seed}-"))
     tiny_model().make_tiny_checkpoint(building, config=entry["config"], model_type=entry["model_type"], seed=seed)

@@ -62,7 +62,7 @@ def dead_url() -> str:
 # help
 
 
-@pytest.mark.parametrize("command", [(), ("push",), ("status",), ("watch",), ("abort",)])
+@pytest.mark.parametrize("command", [(), ("push",), ("status",), ("watch",), ("verify",), ("abort",)])
 def test_help_shows_an_example(command: tuple[str, ...]) -> None:
     code, out, _ = run(*command, "--help")
     assert code == 0
@@ -72,7 +72,7 @@ def test_help_shows_an_example(command: tuple[str, ...]) -> None:
 
 def test_the_overview_names_every_command() -> None:
     _, out, _ = run("--help")
-    for command in ("serve", "push", "status", "watch", "abort"):
+    for command in ("serve", "push", "status", "watch", "verify", "abort"):
         assert f"\n  {command} " in out
     assert "Exit codes" in out
 
@@ -104,6 +104,15 @@ def test_push(server: ContractServer, checkpoint: Path) -> None:
     assert (begin.weight_version, begin.in_flight, begin.deadlines) == ("step-1", "abort", Deadlines(drain_s=3))
     code, out, _ = run("push", checkpoint, "--url", server.url, "--version", "step-2", "--quiet")
     assert (code, out) == (0, "")
+
+
+def test_a_partial_push(server: ContractServer, tmp_path: Path) -> None:
+    name = next(iter(WEIGHTS))
+    save_file({name: WEIGHTS[name]}, tmp_path / "model.safetensors")
+    push = ("push", tmp_path, "--url", server.url, "--version", "v1")
+    assert "missing" in run(*push)[2]
+    assert run(*push, "--partial")[0] == 0
+    assert [begin.partial for begin in server.begins] == [False, True]
 
 
 def test_the_token_from_a_file(

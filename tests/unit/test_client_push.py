@@ -196,6 +196,20 @@ def test_options_reach_the_server(make_server: MakeServer, monkeypatch: pytest.M
     assert begin.deadlines == deadlines
 
 
+def test_a_partial_push_sends_what_there_is(make_server: MakeServer) -> None:
+    server = make_server()
+    part = dict(list(make_weights().items())[:2])
+    with pusher_for(server) as pusher:
+        with pytest.raises(PushError) as caught:
+            pusher.push(part, weight_version="v1")
+        assert caught.value.code is ErrorCode.MANIFEST_REJECTED
+        assert pusher.push(part, weight_version="v2", partial=True).tensors == 2
+    with pusher_for(server, partial=True) as pusher:
+        assert pusher.push(part, weight_version="v3").tensors == 2
+        pusher.push(make_weights(), weight_version="v4", partial=False)
+    assert [begin.partial for begin in server.begins] == [False, True, True, False]
+
+
 def test_the_report_reads_well(make_server: MakeServer) -> None:
     server = make_server()
     with pusher_for(server, bucket_bytes=2**20) as pusher:

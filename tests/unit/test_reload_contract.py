@@ -40,6 +40,18 @@ def test_moved_tensors_are_written_back_wherever_they_are_held() -> None:
     assert contract.write_back(model) == 0
 
 
+def test_weights_that_change_places_are_both_written_back() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    before = [layer.weight.data_ptr() for layer in model]
+    contract = Contract.of(model, pin_devices=PINNED)
+    first, second = model[0].weight.detach().clone(), model[1].weight.detach().clone()
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+    assert contract.write_back(model) == 2
+    assert [layer.weight.data_ptr() for layer in model] == before
+    assert torch.equal(model[0].weight, second)
+    assert torch.equal(model[1].weight, first)
+
+
 def test_nothing_is_pinned_on_a_cpu_by_default() -> None:
     model = _model()
     contract = Contract.of(model)

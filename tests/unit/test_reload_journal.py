@@ -88,3 +88,24 @@ def test_undo_after_processing_stopped_half_way() -> None:
     journal.undo()
     layer.process()
     assert layer.quant_method.kernel is not None
+
+
+def test_containers_get_their_elements_back() -> None:
+    layer = Layer()
+    before = torch.ones(3)
+    layer.packed = {"first": before}
+    layer.order = [1]
+    layer.seen = {"a"}
+    journal = AttributeJournal(nn.Sequential(layer))
+    packed, order, seen = layer.packed, layer.order, layer.seen
+    for _ in range(2):
+        layer.packed["first"] = torch.zeros(3)
+        layer.packed["second"] = torch.zeros(3)
+        layer.order.append(2)
+        layer.seen.add("b")
+        journal.close()
+        journal.undo()
+        assert layer.packed is packed
+        assert list(packed) == ["first"]
+        assert packed["first"] is before
+        assert (order, seen) == ([1], {"a"})

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from weightpush_server.reload.coverage import WriteLog, WriteRecorder
-from weightpush_server.reload.layout import ModelLayout, find_layout, record_layout
-from weightpush_server.reload.opening import find_places, open_groups, unwritten
+from weightpush_server.reload.layout import ModelLayout, StorageGroup, find_layout, record_layout
+from weightpush_server.reload.opening import Opened, find_places, open_groups, overlapping, unwritten
+from weightpush_server.reload.retention import settle
 from weightpush_server.reload.storage import storage_id
 
 
@@ -35,6 +36,13 @@ def _load(model: nn.Module, value: float) -> WriteLog:
     return log
 
 
+def _open_all(groups: list[StorageGroup], *, poison: bool = False) -> Opened:
+    opened = open_groups(groups, poison=poison)
+    opened.take_all()
+    opened.let_go()
+    return opened
+
+
 def _recorded(count: int = 1) -> tuple[list[Layer], ModelLayout]:
     layers = [Layer() for _ in range(count)]
     model = nn.Sequential(*layers)
@@ -54,7 +62,7 @@ def _assert_in_checkpoint_layout(layer: Layer) -> None:
 def test_untouched_tensors_stay_where_they_are() -> None:
     (layer,), layout = _recorded()
     objects, addresses = list(layer.parameters()), [p.data_ptr() for p in layer.parameters()]
-    opened = open_groups(layout.groups)
+    opened = _open_all(layout.groups)
     assert opened.scratch == 0
     assert opened.in_place == 4 * 6 * 4 + 4 * 4 + 4
     assert all(now is before for now, before in zip(layer.parameters(), objects, strict=True))
@@ -67,7 +75,7 @@ def test_a_removed_weight_comes_back_with_its_attributes_on_storage_that_only_th
     layer.bias.data = layer.bias.data.double()
     del layer.scale
     layer.scale = 3.0  # type: ignore[assignment]  # processing may leave a number under a parameter's name
-    opened = open_groups(layout.groups)
+    opened = _open_all(layout.groups)
     assert opened.scratch == 4 * 6 * 4 + 4 * 4 + 4
     _assert_in_checkpoint_layout(layer)
     reference = layout.groups[0].storage
@@ -77,21 +85,47 @@ def test_a_removed_weight_comes_back_with_its_attributes_on_storage_that_only_th
     assert not reference.alive
 
 
+def test_scratch_storage_is_taken_when_it_is_asked_for() -> None:
+    (layer,), layout = _recorded()
+    packed = layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    weight, bias = layout.groups[:2]
+    opened = open_groups(layout.groups)
+    assert (opened.scratch, opened.is_scratch(weight), opened.is_scratch(bias)) == (96, True, False)
+    assert layer.weight is packed
+    place = opened.take(weight)
+    _assert_in_checkpoint_layout(layer)
+    assert place.storage.data_ptr() == layer.weight.data_ptr()
+    assert opened.take(weight).same(place)
+    assert opened.take(bias).storage.data_ptr() == layer.bias.data_ptr()
+
+
+def test_weights_that_came_to_overlap_are_told_apart_from_tied_ones() -> None:
+    layers, layout = _recorded(2)
+    shared = torch.zeros(40)
+    layers[0].weight.data = shared[:24].view(4, 6)
+    layers[1].weight.data = shared[:24].view(4, 6)
+    assert overlapping(layout.groups) is None
+    layers[1].weight.data = shared[16:].view(4, 6)
+    pair = overlapping(layout.groups)
+    assert pair is not None
+    assert [group.name for group in pair] == ["0.weight", "1.weight"]
+
+
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_opening_again_without_closing(rounds: int) -> None:
     (layer,), layout = _recorded()
     layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     for _ in range(rounds):
-        open_groups(layout.groups)
+        _open_all(layout.groups)
     _assert_in_checkpoint_layout(layer)
-    assert open_groups(layout.groups).scratch == 0
+    assert _open_all(layout.groups).scratch == 0
 
 
 def test_a_repacked_weight_of_the_same_size_is_opened_on_its_own_storage() -> None:
     (layer,), layout = _recorded()
     layer.weight = nn.Parameter(layer.weight.data.t().contiguous().t(), requires_grad=False)
     address = layer.weight.data_ptr()
-    assert open_groups(layout.groups).scratch == 0
+    assert _open_all(layout.groups).scratch == 0
     _assert_in_checkpoint_layout(layer)
     assert layer.weight.data_ptr() == address
 
@@ -101,7 +135,7 @@ def test_fused_weights_are_opened_at_their_present_offset() -> None:
     fused = torch.full((3, 4, 6), 9.0)
     for index, layer in enumerate(layers):
         layer.weight = nn.Parameter(fused[index + 1], requires_grad=False)
-    open_groups(layout.groups)
+    _open_all(layout.groups)
     for index, layer in enumerate(layers):
         _assert_in_checkpoint_layout(layer)
         assert storage_id(layer.weight) == storage_id(fused)
@@ -122,7 +156,7 @@ def test_tensors_that_shared_bytes_share_them_again(as_buffer: bool) -> None:
         layer.view = view
     layout = record_layout(model, None, writes=_load(model, 1.0))
     layer.weight.data = layer.weight.data.clone()
-    open_groups(layout.groups)
+    _open_all(layout.groups)
     layer.weight.data.fill_(5.0)
     held = layer.view
     assert isinstance(held, torch.Tensor)
@@ -134,7 +168,7 @@ def test_a_weight_tied_after_loading_gets_bytes_of_its_own() -> None:
     (embedding, head), layout = _recorded(2)
     head.weight = embedding.weight
     address = embedding.weight.data_ptr()
-    open_groups(layout.groups)
+    _open_all(layout.groups)
     assert head.weight is not embedding.weight
     assert embedding.weight.data_ptr() == address
     embedding.weight.data.fill_(1.0)
@@ -150,7 +184,7 @@ def test_a_weight_tied_before_loading_stays_tied() -> None:
     layout = record_layout(model, None, writes=_load(model, 1.0))
     for layer in layers:
         layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-    open_groups(layout.groups)
+    _open_all(layout.groups)
     assert layers[0].weight is layers[1].weight
     _assert_in_checkpoint_layout(layers[0])
 
@@ -159,7 +193,7 @@ def test_only_what_a_checkpoint_brings_is_poisoned_and_the_rest_is_restored() ->
     (layer,), layout = _recorded()
     layer.scale.data.fill_(44.0)
     layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-    open_groups(layout.groups, poison=True)
+    _open_all(layout.groups, poison=True)
     assert layer.weight.isnan().all()
     assert layer.bias.isnan().all()
     assert layer.scale.item() == -1.0
@@ -167,7 +201,7 @@ def test_only_what_a_checkpoint_brings_is_poisoned_and_the_rest_is_restored() ->
 
 def test_a_partly_written_weight_is_named() -> None:
     (layer,), layout = _recorded()
-    open_groups(layout.groups)
+    _open_all(layout.groups)
     log = WriteLog()
     with torch.no_grad(), WriteRecorder(log):
         layer.bias.data.fill_(1.0)
@@ -189,16 +223,16 @@ def test_kept_bytes_are_dropped_where_processing_changed_nothing() -> None:
     layers, layout = _recorded(2)
     assert [group.name for group in layout.groups if group.kept is not None] == ["0.scale", "1.scale"]
     layers[1].scale.data.fill_(3.0)
-    layout.settle(nn.Sequential(*layers))
+    settle(nn.Sequential(*layers), layout)
     assert [group.name for group in layout.groups if group.kept is not None] == ["1.scale"]
 
 
 def test_what_neither_loading_nor_processing_writes_is_left_to_the_runtime() -> None:
     (layer,), layout = _recorded()
-    layout.settle(nn.Sequential(layer))
+    settle(nn.Sequential(layer), layout)
     exchanged = nn.Parameter(torch.tensor(8.0, dtype=torch.bfloat16), requires_grad=False)
     layer.scale = exchanged
-    open_groups(layout.groups, poison=True)
+    _open_all(layout.groups, poison=True)
     assert layer.scale is exchanged
     assert layer.scale.item() == 8.0
 

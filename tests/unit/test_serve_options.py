@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from weightpush_server import app
-from weightpush_server.config import TOKEN_VARIABLE, ServerConfig
+from weightpush_server.config import TOKEN_VARIABLE, ServerConfig, StoragePolicy
 from weightpush_server.shared_state import SharedState
 
 
@@ -32,6 +32,23 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "data_parallel_size": 3,
     }
     return argparse.Namespace(**{**defaults, **changes})
+
+
+def test_our_options_are_read_and_taken_away() -> None:
+    parser = argparse.ArgumentParser()
+    app._add_own_options(parser)
+
+    def read(*words: str) -> tuple[app._OwnOptions, argparse.Namespace]:
+        args = parser.parse_args(words)
+        return app._take_own_options(args), args
+
+    own, left = read()
+    assert (own.storage_policy, own.self_check) == (StoragePolicy.SCRATCH, True)
+    assert vars(left) == {}
+    own, _ = read("--storage-policy", "retain", "--no-self-check")
+    assert (own.storage_policy, own.self_check) == (StoragePolicy.RETAIN, False)
+    with pytest.raises(SystemExit):
+        read("--storage-policy", "none")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
@@ -99,12 +116,25 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -
                 patch.delenv(name)
         patch.setattr(os, "environ", os.environ.copy())
         args = arguments()
-        app.prepare(args, app._OwnOptions(token="secret", weight_version="v0", max_bucket_bytes=2**20))
+        own = app._OwnOptions(
+            token="secret",
+            weight_version="v0",
+            max_bucket_bytes=2**20,
+            storage_policy=StoragePolicy.RETAIN,
+            self_check=False,
+        )
+        app.prepare(args, own)
         config = ServerConfig.from_environment()
         plugins = os.environ["VLLM_PLUGINS"].split(",")
     assert args.middleware == ["user.Middleware", app._MIDDLEWARE]
     assert args.load_format == "weightpush"
-    assert args.model_loader_extra_config == {"enable_multithread_load": True, "weightpush_inner_format": "auto"}
+    assert args.model_loader_extra_config == {
+        "enable_multithread_load": True,
+        "weightpush_inner_format": "auto",
+        "weightpush_storage_policy": "retain",
+        "weightpush_self_check": False,
+    }
+    assert (config.storage_policy, config.self_check) == (StoragePolicy.RETAIN, False)
     assert {"weightpush", "weightpush_http"} <= set(plugins)
     assert config.token == "secret"
     assert "secret" not in repr(config)

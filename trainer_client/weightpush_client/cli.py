@@ -1,4 +1,4 @@
-"""The command ``weightpush``: serve, push, status, watch, abort.
+"""The command ``weightpush``: serve, push, status, watch, verify, abort.
 
 Exit codes: 0 done, 1 the push failed or a server does not serve, 2 unreachable or wrong usage, 130 Ctrl-C.
 """
@@ -15,6 +15,7 @@ from weightpush_client.cli_common import UNREACHABLE_EXIT, exit_code, print_erro
 from weightpush_client.cli_push import push
 from weightpush_client.cli_serve import PassThrough, serve
 from weightpush_client.cli_status import abort, status
+from weightpush_client.cli_verify import verify
 from weightpush_client.cli_watch import watch
 from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.errors import WeightPushError
@@ -45,6 +46,7 @@ app.command("serve", cls=PassThrough, short_help="Start a vLLM server whose weig
 app.command("push", short_help="Push a checkpoint directory into one or more servers.")(push)
 app.command("status", short_help="Show what servers serve, and whether they do.")(status)
 app.command("watch", short_help="Follow a server's updates with a progress bar.")(watch)
+app.command("verify", short_help="Check that a server holds what was committed, and which checkpoint that is.")(verify)
 app.command("abort", short_help="End the update that runs on a server.")(abort)
 
 

@@ -45,6 +45,9 @@ def push(
         DEFAULT_BUCKET_BYTES / 2**20
     ),
     no_digest: Annotated[bool, typer.Option("--no-digest", help="Do not check tensors on arrival.")] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="DIR holds some of the tensors; the servers keep the others as they are.")
+    ] = False,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,
@@ -95,6 +98,7 @@ def push(
             deadlines=deadlines,
             bucket_bytes=int(bucket_mb * 2**20),
             digest=DigestKind.NONE if no_digest else DigestKind.WP64,
+            partial=partial,
             verify=verify_of(ca_file),
             data_host=data_host,
         )

@@ -142,3 +142,7 @@ def _remarks(urls: Sequence[str], results: Sequence[Status | Exception]) -> Iter
             error = result.last_error
             what = "the last push failed and changed nothing" if result.serving else "needs a complete push"
             yield f"{url}: {what} ({error.at:%Y-%m-%d %H:%M:%S} UTC): {error.message} [{error.code.value}]"
+        if isinstance(result, Status):
+            for worker in result.workers:
+                if (refused := worker.reload_refused) is not None:
+                    yield f"{url}: worker {worker.rank} takes no updates: {refused.message} [{refused.code.value}]"

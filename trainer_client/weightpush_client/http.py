@@ -27,12 +27,16 @@ from weightpush_protocol.messages import (
     Status,
     StreamAnswer,
     StreamRequest,
+    VerifyAnswer,
+    VerifyRequest,
 )
 
 #: What an answer may take beyond the server's own deadlines, in seconds.
 SLACK_S: Final = 10.0
 STATUS_S: Final = 10.0
 MANIFEST_S: Final = 60.0
+#: Reading all weights once, at a few GB/s on a slow machine.
+VERIFY_S: Final = 600.0
 ABORT_S: Final = 5.0
 #: A stream of events that says nothing for so long is taken for broken, in seconds.
 SILENCE_S: Final = 30.0
@@ -94,6 +98,10 @@ class ServerApi:
     async def manifest(self) -> ManifestAnswer:
         """Return the checkpoint that this server expects."""
         return await self._call("GET", "/reload/manifest", ManifestAnswer, MANIFEST_S)
+
+    async def verify(self, request: VerifyRequest) -> VerifyAnswer:
+        """Ask whether the server holds what was committed, and whether that is the checkpoint of ``request``."""
+        return await self._call("POST", "/reload/verify", VerifyAnswer, VERIFY_S, body=request)
 
     async def begin(self, request: BeginRequest) -> BeginAnswer:
         """Open an update; the answer comes when the model is open."""

@@ -67,6 +67,8 @@ class WeightPusher:
         deadlines: how long each wait may last, in seconds.
         bucket_bytes: tensors travel in buckets of at most this size. Two of them are held in memory, until `close`.
         digest: ``wp64`` has every tensor checked on arrival, ``none`` does not.
+        partial: pushes may leave out tensors, which then stay as they are. A server refuses where it cannot keep them
+            exactly: start it with ``--storage-policy retain`` to leave out any. Otherwise pushes must be complete.
         trust_env: use the proxies that the environment names.
         verify: True for the system's certificates, or the path of a CA file.
         device: where buckets are gathered for ``nccl``; the device of the weights where it is None.
@@ -88,6 +90,7 @@ class WeightPusher:
         deadlines: Deadlines | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         digest: DigestKind | str = DigestKind.WP64,
+        partial: bool = False,
         trust_env: bool = False,
         verify: bool | str = True,
         device: torch.device | str | None = None,
@@ -99,6 +102,7 @@ class WeightPusher:
             self._mode = UpdateMode(mode)
             self._in_flight = InFlight(in_flight)
             self._digest = DigestKind(digest)
+            self._partial = partial
             if transport not in TRANSPORTS:
                 raise ValueError(f"transport {transport!r} is none of {', '.join(TRANSPORTS)}")
             if bucket_bytes <= 0:
@@ -141,12 +145,19 @@ class WeightPusher:
         """
         return self._fleet.call(lambda _, server: server.status())
 
-    def push(self, weights: Weights, *, weight_version: str, progress: ProgressCallback | None = None) -> PushReport:
+    def push(
+        self,
+        weights: Weights,
+        *,
+        weight_version: str,
+        partial: bool | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> PushReport:
         """Push ``weights`` to all servers as ``weight_version``; return when all of them serve it.
 
         ``weights``: a module, a state dict, ``(name, tensor)`` pairs or a checkpoint directory, see
         `weightpush_client.sources`; the tensors must not change meanwhile. Names and dtypes are brought to those of
-        the server's checkpoint, see `weightpush_client.align`.
+        the server's checkpoint, see `weightpush_client.align`. ``partial`` is the pusher's own where it is None.
 
         Raises:
             PushError: why the push failed, in the words of the server where it has any. The update was aborted.
@@ -160,11 +171,13 @@ class WeightPusher:
             )
         try:
             with _as_push_error():
-                return self._push(weights, weight_version, progress)
+                return self._push(weights, weight_version, self._partial if partial is None else partial, progress)
         finally:
             self._pushing.release()
 
-    def _push(self, weights: Weights, weight_version: str, progress: ProgressCallback | None) -> PushReport:
+    def _push(
+        self, weights: Weights, weight_version: str, partial: bool, progress: ProgressCallback | None
+    ) -> PushReport:
         start = perf_counter()
         if progress is not None:
             progress(PushProgress(PushPhase.CHECK, 0, 0, 0, 0, 0, 0))
@@ -174,7 +187,7 @@ class WeightPusher:
         outgoing, manifest = self._plan(source)
         name = choose_transport(self._transport, statuses, self._device or source.device)
         device = (self._device or source.device) if name == "nccl" else torch.device("cpu")
-        request = self._request(weight_version, manifest)
+        request = self._request(weight_version, manifest, partial)
         sender, configs = make_sender(name, self._urls, statuses, device=device, data_host=self._data_host)
         check_seconds = perf_counter() - start
         with Update(self._fleet, request, configs, sender, progress) as update:
@@ -197,7 +210,7 @@ class WeightPusher:
         outgoing = align(source, agreed_manifest(list(zip(self._urls, manifests, strict=True))))
         return outgoing, build_manifest((item.sent for item in outgoing), self._bucket_bytes)
 
-    def _request(self, weight_version: str, manifest: Manifest) -> BeginRequest:
+    def _request(self, weight_version: str, manifest: Manifest, partial: bool) -> BeginRequest:
         # The id is the client's, so that a begin whose answer was lost can be repeated, and aborted.
         with _arguments_checked():
             return BeginRequest(
@@ -209,6 +222,7 @@ class WeightPusher:
                 in_flight=self._in_flight,
                 deadlines=self._deadlines,
                 digest=self._digest,
+                partial=partial,
                 update_id=uuid.uuid4().hex,
             )
 

@@ -5,12 +5,18 @@ on a GPU, the address of everything that a captured CUDA graph may read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import nn
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_server.reload.fingerprint import tensor_objects
+from weightpush_server.reload.storage import storage_id
+
+#: Types of devices whose graphs keep addresses. On a CPU nothing is pinned: native kernels keep raw pointers into the
+#: tensors that built them, and writing into older ones would tear the two apart.
+PIN_DEVICES: Final = frozenset({"cuda"})
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,8 @@ class Contract:
     pinned: dict[str, torch.Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module, *, pin_devices: frozenset[str] = frozenset({"cuda"})) -> Contract:
-        """Describe ``model`` as it is now. Tensors on ``pin_devices`` (device types) keep their addresses.
-
-        On a CPU nothing is pinned: native kernels keep raw pointers into the tensors that built them, and writing into
-        older ones would tear the two apart.
-        """
+    def of(cls, model: nn.Module, *, pin_devices: frozenset[str] = PIN_DEVICES) -> Contract:
+        """Describe ``model`` as it is now. Tensors on ``pin_devices`` (device types) keep their addresses."""
         return cls(
             facts={name: TensorFacts.of(tensor) for name, tensor in registered(model).items()},
             # Detached: a pinned alias must not change when post-load processing rebinds the object's data.
@@ -73,9 +75,12 @@ class Contract:
                 raise _broken(path, f"it shared its address with {owner!r}, and the two differ now")
             if new.data_ptr() != old.data_ptr():
                 moves.append((new, old))
+        targets = {storage_id(old) for _, old in moves}
         with torch.no_grad():
-            for new, old in moves:
-                old.copy_(new)
+            # A result may lie where another one goes: processing can swap two weights, or pass storage on.
+            sources = [new.clone() if storage_id(new) in targets else new for new, _ in moves]
+            for content, (new, old) in zip(sources, moves, strict=True):
+                old.copy_(content)
                 new.data = old
         return len(moves)
 

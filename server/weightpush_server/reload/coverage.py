@@ -26,12 +26,16 @@ _MERGE_AT: Final = 4096
 
 def covered_ranges(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of its storage that ``tensor`` covers: int64 ``[runs, 2]``, half open."""
-    if tensor.numel() == 0:
+    return strided_ranges(byte_range(tensor)[0], tensor.shape, tensor.stride(), tensor.element_size())
+
+
+def strided_ranges(first: int, shape: Sequence[int], stride: Sequence[int], itemsize: int) -> torch.Tensor:
+    """Return the bytes of a strided tensor whose elements start at byte ``first``: int64 ``[runs, 2]``, half open."""
+    if 0 in shape:
         return torch.empty(0, 2, dtype=torch.int64, device="cpu")
-    itemsize = tensor.element_size()
     run = itemsize
-    starts = torch.full((1,), byte_range(tensor)[0], dtype=torch.int64, device="cpu")
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    starts = torch.full((1,), first, dtype=torch.int64, device="cpu")
+    for step, size in sorted(zip(stride, shape, strict=True)):
         if size == 1 or step == 0:
             continue
         if len(starts) == 1 and step * itemsize == run:

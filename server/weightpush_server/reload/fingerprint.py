@@ -11,6 +11,7 @@ import hashlib
 import types
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -31,7 +32,11 @@ _NOT_WEIGHTS: Final = frozenset({"kv_cache", LAYOUT_ATTRIBUTE})
 MODULE_INTERNALS: Final = frozenset(nn.Module().__dict__)
 
 #: Packages whose objects are part of a layer: quantization methods, kernels, attention implementations.
-_PART_OF_A_LAYER: Final = ("vllm.model_executor.", "vllm.models.", "vllm.v1.attention.", "vllm.lora.")
+_PART_OF_A_LAYER: Final = ("vllm.model_executor.", "vllm.models.", "vllm.v1.attention.")
+
+#: Package of the modules that vLLM puts around layers to add adapters. What they hold themselves comes and goes with
+#: requests and is nobody's checkpoint; what they wrap is.
+_ADAPTERS: Final = "vllm.lora."
 
 
 def tensor_objects(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,7 +59,9 @@ def _visit(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, t
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module) and type(value).__module__.startswith(_ADAPTERS):
+        yield from ((name, child) for name, child in value._modules.items() if name == "base_layer")
+    elif isinstance(value, nn.Module):
         for held in (value._parameters, value._buffers, value._modules):
             yield from _sorted_items(held)
         yield from _sorted_items(value.__dict__, without=MODULE_INTERNALS)
@@ -113,15 +120,41 @@ def reachable_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TensorPrint:
+    """What one reachable tensor holds: dtype, shape and digest. ``is_parameter``: a module registers it as one."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    digest: str
+    is_parameter: bool
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} {self.digest}"
+
+
+def tensor_prints(model: nn.Module) -> dict[str, TensorPrint]:
+    """Return the print of every reachable tensor by its path. Reads all weights once."""
+    return {
+        path: TensorPrint(tensor.dtype, tuple(tensor.shape), _digest(tensor), isinstance(tensor, nn.Parameter))
+        for path, tensor in reachable_tensors(model)
+    }
+
+
+def combine_prints(prints: Mapping[str, TensorPrint]) -> str:
+    """Return one digest (64 hex digits) over ``prints``, in their order."""
+    total = hashlib.sha256()
+    for path, found in prints.items():
+        total.update(f"{path}|{found.dtype}|{list(found.shape)}|{found.digest}\n".encode())
+    return total.hexdigest()
+
+
 def fingerprint(model: nn.Module) -> str:
     """Return one digest (64 hex digits) of paths, dtypes, shapes and contents of all reachable tensors.
 
     Two models with the same fingerprint hold the same weights; addresses, strides and devices do not enter.
     """
-    total = hashlib.sha256()
-    for path, tensor in reachable_tensors(model):
-        total.update(f"{path}|{tensor.dtype}|{list(tensor.shape)}|{_digest(tensor)}\n".encode())
-    return total.hexdigest()
+    return combine_prints(tensor_prints(model))
 
 
 def _digest(tensor: torch.Tensor) -> str:

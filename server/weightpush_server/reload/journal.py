@@ -18,6 +18,7 @@ from weightpush_server.reload.fingerprint import LAYOUT_ATTRIBUTE, MODULE_INTERN
 _ABSENT: Final = object()
 #: Helpers of helpers (a method's scheme, the scheme's kernel) are followed this far.
 _DEPTH: Final = 3
+_CONTAINERS: Final = (list, dict, set)
 
 
 def _helpers(owner: Any, depth: int = _DEPTH) -> Iterator[Any]:
@@ -36,7 +37,8 @@ def _helpers(owner: Any, depth: int = _DEPTH) -> Iterator[Any]:
 class AttributeJournal:
     """The plain attributes that the first post-load processing changed, with their values of before.
 
-    Make it before the processing, call :meth:`close` after it, and :meth:`undo` before each repetition.
+    An attribute counts as changed if it holds another object, or a list, dict or set with other elements. Make the
+    journal before the processing, call :meth:`close` after it, and :meth:`undo` before each repetition.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,6 +48,10 @@ class AttributeJournal:
             owners.update((id(helper), helper) for helper in _helpers(module))
         self._before: list[tuple[Any, dict[str, Any]]] = [(owner, _attributes(owner)) for owner in owners.values()]
         self._changed: list[tuple[Any, dict[str, Any]]] = []
+        containers: dict[int, Any] = {}
+        for _, attributes in self._before:
+            containers.update((id(value), value) for value in attributes.values() if type(value) in _CONTAINERS)
+        self._contents = [(value, value.copy()) for value in containers.values()]
 
     def close(self) -> None:
         """Compare with the attributes of now; keep only the differences."""
@@ -59,6 +65,7 @@ class AttributeJournal:
             if changed:
                 self._changed.append((owner, changed))
         self._before = []
+        self._contents = [(value, copy) for value, copy in self._contents if not _same_elements(value, copy)]
 
     def undo(self) -> None:
         """Put the attributes back as they were before the first processing. May be repeated."""
@@ -69,11 +76,28 @@ class AttributeJournal:
                     vars(owner).pop(key, None)
                 else:
                     vars(owner)[key] = value
+        for value, copy in self._contents:
+            if isinstance(value, list):
+                value[:] = copy
+            else:
+                value.clear()
+                value.update(copy)
 
     def changed(self) -> Iterator[tuple[Any, str]]:
         """Yield ``(owner, attribute name)`` of every change."""
         for owner, changed in self._changed:
             yield from ((owner, key) for key in changed)
+
+
+def _same_elements(value: Any, copy: Any) -> bool:
+    """Compare by identity: elements may be tensors, which do not compare as a whole."""
+    if len(value) != len(copy):
+        return False
+    if isinstance(value, set):
+        return bool(value == copy)
+    if isinstance(value, dict):
+        return all(key in value and value[key] is element for key, element in copy.items())
+    return all(element is other for element, other in zip(value, copy, strict=True))
 
 
 def _attributes(owner: Any) -> dict[str, Any]:

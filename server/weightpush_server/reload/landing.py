@@ -1,4 +1,7 @@
-"""Writing received tensors into an opened model, and keeping account of what was written."""
+"""Writing received tensors into an opened model, and keeping account of what was written.
+
+What the plan knows how to copy is copied; the rest goes through the model's own loaders, watched.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,13 @@ from vllm.config import VllmConfig
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import NAMED_OFFENDERS, ManifestProblem, ProblemKind, TensorSpec, compare_manifest
 from weightpush_server.reload.contexts import loading_context
-from weightpush_server.reload.coverage import WriteLog, WriteRecorder
+from weightpush_server.reload.coverage import ByteRanges, WriteLog, WriteRecorder
 from weightpush_server.reload.layout import ModelLayout
 from weightpush_server.reload.opening import Opened, find_places, unwritten
+from weightpush_server.reload.plan import Plan
+from weightpush_server.reload.program import Replayer
+from weightpush_server.reload.storage import Place
+from weightpush_server.ways import Way
 
 
 class ReloadSession:
@@ -33,16 +40,21 @@ class ReloadSession:
         device: torch.device,
         opened: Opened,
         poisoned: bool,
+        partial: bool = False,
+        plan: Plan | None = None,
     ) -> None:
-        assert layout.checkpoint is not None
+        assert plan is not None or layout.checkpoint is not None
         self.model = model
         self.layout = layout
         self.vllm_config = vllm_config
         self.device = device
         self.opened = opened
         self.poisoned = poisoned
+        self.partial = partial
         self.nbytes = 0
-        self._expected = {spec.name: spec for spec in layout.checkpoint}
+        self.plan = plan
+        self._expected = plan.specs if plan is not None else {spec.name: spec for spec in layout.checkpoint or ()}
+        self._replayer = Replayer(lambda index: opened.take(layout.groups[index]))
         self._landed: set[str] = set()
         self._writes = WriteLog()
         self._head_digest: str | None = None
@@ -63,6 +75,8 @@ class ReloadSession:
     def seal(self) -> None:
         """End the session: from here on the model is not in checkpoint layout, and nothing may land or finish twice."""
         self._error = WeightPushError(ErrorCode.UPDATE_FAILED, "this update has been closed; begin another one")
+        # Post-load processing frees what it replaces, if nobody else holds it.
+        self._replayer.close()
 
     @property
     def landed(self) -> frozenset[str]:
@@ -78,14 +92,39 @@ class ReloadSession:
                 STALE_UPDATE where a later session of this model took over.
         """
         self._check_current()
-        stream = _Stream(self, tensors)
+        current: str | None = None
+        left: list[tuple[str, torch.Tensor]] = []
         try:
-            with loading_context(self.vllm_config, self.device), WriteRecorder(self._writes):
-                cast(Callable[..., Any], self.model.load_weights)(stream)
-                self._own_storage(stream.storages)
+            with loading_context(self.vllm_config, self.device):
+                for current, tensor in tensors:
+                    if self.accept(current, tensor) and not self._replay(current, tensor):
+                        left.append((current, tensor))
         except WeightPushError as error:
             self._fail(error)
             raise
+        except Exception as error:
+            failure = _failed(current, f"copying it raised {type(error).__name__}: {error}", error)
+            self._fail(failure)
+            raise failure from error
+        if left:
+            self._load(left)
+
+    def _replay(self, name: str, tensor: torch.Tensor) -> bool:
+        """Copy ``tensor`` to its places; return False where the model's loaders have to."""
+        program = self.plan.programs.get(name) if self.plan is not None else None
+        if program is None:
+            return False
+        self._replayer.run(program, tensor.contiguous())
+        return True
+
+    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        stream = _Stream(tensors)
+        try:
+            # Nobody knows what else a loader looks at.
+            self.opened.take_all()
+            with loading_context(self.vllm_config, self.device), WriteRecorder(self._writes):
+                cast(Callable[..., Any], self.model.load_weights)(iter(stream))
+                self._own_storage({tensor.untyped_storage()._cdata for _, tensor in tensors})
         except Exception as error:
             reason = f"the model's loader raised {type(error).__name__}: {error}"
             failure = _failed(stream.current, reason, error)
@@ -94,7 +133,7 @@ class ReloadSession:
         self._writes.forget_dead()
 
     def accept(self, name: str, tensor: torch.Tensor) -> bool:
-        """Check one tensor against the checkpoint and count it; return whether the model's loader is to have it.
+        """Check one tensor against the checkpoint and count it; return whether the model is to have it.
 
         Raises:
             WeightPushError: LANDING_FAILED, see :meth:`land`.
@@ -134,13 +173,14 @@ class ReloadSession:
         """
         self._check_current()
         self._prove_names()
+        self.opened.take_all()
         places = find_places(self.layout.groups)
-        for group, place in zip(self.layout.groups, places, strict=True):
+        for index, (group, place) in enumerate(zip(self.layout.groups, places, strict=True)):
             if not len(group.required):
                 continue
-            if place is None:
+            if place is None or (len(self._copied(index)) and not place.same(self.opened.take(group))):
                 raise _unproven(group.name, "the model's loader replaced it by something of another layout")
-            name = unwritten(group, place, self._writes.ranges(place.storage))
+            name = unwritten(group, place, self._written(index, place))
             if name is not None:
                 raise _unproven(name, "not all of it was written, although every tensor of the checkpoint arrived")
         if self.poisoned:
@@ -153,7 +193,36 @@ class ReloadSession:
                 "the server on a checkpoint that holds both",
             )
 
+    def _copied(self, index: int) -> ByteRanges:
+        return self.plan.copied[index] if self.plan is not None else ByteRanges()
+
+    def _written(self, index: int, place: Place) -> ByteRanges:
+        """Return what was written to group ``index`` at ``place``, in bytes from the start of its storage."""
+        copied = self._copied(index)
+        written = ByteRanges()
+        written.add(self._writes.ranges(place.storage).merged())
+        # Every name of the plan has landed by now, so every program has run.
+        written.add(copied.merged() + place.start)
+        return written
+
+    def ways(self, specs: Iterable[TensorSpec]) -> str:
+        """Return how each tensor lands on this rank, one letter a tensor; see :class:`~weightpush_server.ways.Way`."""
+        return "".join(self._way(spec.name) for spec in specs)
+
+    def _way(self, name: str) -> Way:
+        if name in self.layout.optional:
+            return Way.NOWHERE
+        program = self.plan.programs.get(name) if self.plan is not None else None
+        if program is None:
+            return Way.LOADER
+        if not program.steps:
+            return Way.NOWHERE
+        groups = self.layout.groups
+        return Way.SCRATCH if any(self.opened.is_scratch(groups[index]) for index in program.groups) else Way.IN_PLACE
+
     def _prove_names(self) -> None:
+        if self.partial and self.plan is None:
+            return  # Bytes alone count; what may be left out was decided when the model was opened.
         optional = self.layout.optional
         missing = [name for name in self._expected if name not in self._landed and name not in optional]
         if missing:
@@ -175,30 +244,28 @@ class ReloadSession:
 
     def learn_required(self) -> None:
         """After dummy weights: what this complete push wrote is what every later one must write."""
-        for group, place in zip(self.layout.groups, find_places(self.layout.groups), strict=True):
+        for index, (group, place) in enumerate(zip(self.layout.groups, find_places(self.layout.groups), strict=True)):
             if place is None:
                 continue
-            group.required = self._writes.ranges(place.storage).within(place.start, place.end)
+            group.required = self._written(index, place).within(place.start, place.end)
             if len(group.required) == group.nbytes:
                 group.kept = None
+        if self.layout.checkpoint is None:
+            self.layout.checkpoint = tuple(self._expected.values())
         self.layout.from_dummy = False
 
 
 class _Stream:
-    """The tensors as the model's loader reads them: checked one by one, and with the name of the current one."""
+    """The tensors as the model's loaders read them, with the name of the current one."""
 
-    def __init__(self, session: ReloadSession, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._session = session
+    def __init__(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         self._tensors = tensors
         self.current: str | None = None
-        self.storages: set[int] = set()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors:
             self.current = name
-            if self._session.accept(name, tensor):
-                self.storages.add(tensor.untyped_storage()._cdata)
-                yield name, tensor
+            yield name, tensor
 
 
 def _require_same(expected: TensorSpec, tensor: torch.Tensor) -> None:

@@ -9,30 +9,34 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
+from vllm.model_executor.utils import is_weights_pre_processed
 
 from weightpush_protocol.manifest import TensorSpec
-from weightpush_server.reload.contract import Contract
+from weightpush_server.config import StoragePolicy
+from weightpush_server.reload.contract import PIN_DEVICES, Contract
 from weightpush_server.reload.coverage import ByteRanges, WriteLog
 from weightpush_server.reload.fingerprint import LAYOUT_ATTRIBUTE, tensor_objects
 from weightpush_server.reload.journal import AttributeJournal
-from weightpush_server.reload.storage import StorageRef, byte_range, extent, storage_bytes, storage_id
+from weightpush_server.reload.storage import Place, StorageRef, byte_range, extent, storage_bytes, storage_id
 from weightpush_server.reload.tying import TiedHead, find_tied_head
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A place where a module registers a tensor."""
+    """A place where a module holds a tensor: registers it, or has it as a plain attribute."""
 
     module: nn.Module
     path: str
     name: str
     is_parameter: bool
+    is_attribute: bool = False
 
     @property
     def full_name(self) -> str:
@@ -45,16 +49,18 @@ class Slot:
 
     def set(self, tensor: torch.Tensor) -> None:
         """Register ``tensor`` here, also where processing left something of another kind under this name."""
-        ours, others = self._tables
-        self.module.__dict__.pop(self.name, None)
-        others.pop(self.name, None)
+        ours, *others = self._tables
+        for table in others:
+            table.pop(self.name, None)
         ours[self.name] = tensor
 
     @property
-    def _tables(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The module's table for this kind of tensor, and the one for the other kind."""
-        tables: tuple[dict[str, Any], dict[str, Any]] = (self.module._parameters, self.module._buffers)
-        return tables if self.is_parameter else tables[::-1]
+    def _tables(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """The module's table for this kind of tensor, and those for the other kinds."""
+        registered: tuple[dict[str, Any], dict[str, Any]] = (self.module._parameters, self.module._buffers)
+        if self.is_attribute:
+            return vars(self.module), *registered
+        return (*(registered if self.is_parameter else registered[::-1]), vars(self.module))
 
 
 def data_less(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,10 +95,21 @@ class Member:
 
 @dataclass
 class StorageGroup:
-    """Tensors that share bytes.
+    """Tensors that share bytes. All ranges are counted from the group's start.
 
-    ``required`` are the bytes (from the group's start) that a push must write, because the cold start did. ``kept``
-    holds the group's bytes of before post-load processing, where the checkpoint does not bring all of them.
+    Attributes:
+        members: the tensors.
+        nbytes: from the first byte of any to the last.
+        device: where they live.
+        storage: the storage that they were opened on last.
+        required: bytes that a complete push must write, because the cold start did.
+        kept: bytes of before post-load processing, where the checkpoint does not bring all of them.
+        needed: bytes that the running update must write; None for all that are required.
+        landed: digest of the bytes when post-load processing last saw them; None if they are unknown.
+        retained: where the bytes are kept in checkpoint layout (policy ``retain``); None where the model itself holds
+            them, or nobody does.
+        overwritten: processing writes into what it reads: under ``retain`` it gets a copy.
+        shadow: a copy of the bytes for the self-check, between recording and its end.
     """
 
     members: list[Member]
@@ -101,11 +118,34 @@ class StorageGroup:
     storage: StorageRef
     required: ByteRanges
     kept: torch.Tensor | None
+    needed: ByteRanges | None = None
+    landed: str | None = None
+    retained: Place | None = None
+    overwritten: bool = False
+    shadow: torch.Tensor | None = None
 
     @property
     def name(self) -> str:
         """The first member's name."""
         return self.members[0].name
+
+
+class SelfCheckOutcome(StrEnum):
+    """What became of the self-check. ``skipped``: there was no memory for it."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    OFF = "off"
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """Whether post-load processing of this model can be repeated: of a failure, the first tensor and the reason."""
+
+    outcome: SelfCheckOutcome
+    offender: str = ""
+    reason: str = ""
 
 
 @dataclass
@@ -126,6 +166,13 @@ class ModelLayout:
         updates: number of updates begun so far.
         on_meta: paths of tensors that had no storage when they were recorded, and got some since.
         absent: paths of tensors that never had storage: parts of the architecture that this server leaves out.
+        digests: of the checkpoint tensors that were loaded, as far as this rank took them.
+        policy: where updates write what processing took away.
+        owners: modules that registered a parameter under this name, when it was recorded or after processing.
+        preprocessed: the weights came in runtime layout, so no checkpoint layout was ever seen.
+        pin_devices: types of devices on which no address may change.
+        self_check: whether processing was seen to be repeatable.
+        held: under ``retain``, while the cold start processes: what it reads, by ``id`` of the group.
     """
 
     checkpoint: tuple[TensorSpec, ...] | None
@@ -141,19 +188,20 @@ class ModelLayout:
     updates: int = 0
     on_meta: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
+    digests: dict[str, str] = field(default_factory=dict)
+    policy: StoragePolicy = StoragePolicy.SCRATCH
+    owners: dict[str, list[nn.Module]] = field(default_factory=dict)
+    preprocessed: bool = False
+    pin_devices: frozenset[str] = PIN_DEVICES
+    self_check: SelfCheck = field(default_factory=lambda: SelfCheck(SelfCheckOutcome.OFF))
+    held: dict[int, Place] = field(default_factory=dict)
 
-    def settle(self, model: nn.Module) -> None:
-        """Note what post-load processing made of the model. Call it once, right after the cold start."""
-        self.journal.close()
-        self.contract = self.settled = Contract.of(model)
-        self.absent = self.on_meta & on_meta(model)
-        self.on_meta -= self.absent
-        for group in self.groups:
-            if group.kept is not None and _untouched(group):
-                group.kept = None
-        # What neither loading nor processing writes is no business of a push: the runtime may exchange it at will
-        # (rotary tables are cast at the first forward).
-        self.groups = [group for group in self.groups if len(group.required) or group.kept is not None]
+    def note_owners(self, model: nn.Module) -> None:
+        """Note which modules register which parameters now."""
+        for slot, _ in registered_slots(model):
+            owners = self.owners.setdefault(slot.full_name, [])
+            if slot.is_parameter and all(owner is not slot.module for owner in owners):
+                owners.append(slot.module)
 
 
 def record_layout(
@@ -162,6 +210,8 @@ def record_layout(
     *,
     writes: WriteLog | None = None,
     constructed: dict[int, torch.Tensor] | None = None,
+    policy: StoragePolicy = StoragePolicy.SCRATCH,
+    pin_devices: frozenset[str] = PIN_DEVICES,
 ) -> ModelLayout:
     """Record the layout of ``model``: call it when its weights are loaded and not yet processed.
 
@@ -170,8 +220,10 @@ def record_layout(
         checkpoint: the tensors that were loaded, None if unknown.
         writes: what loading wrote. Without it no byte counts as loaded, and a copy of all is kept.
         constructed: for dummy weights, bytes of small tensors of before they were filled, by storage identity.
+        policy: where updates are to write what processing takes away.
+        pin_devices: types of devices on which updates must not change an address.
 
-    Returns the layout; call :meth:`ModelLayout.settle` on it after post-load processing.
+    Returns the layout; call ``retention.settle`` after post-load processing.
     """
     tied_head = find_tied_head(model, checkpoint)
     layout = ModelLayout(
@@ -187,7 +239,11 @@ def record_layout(
         tied_head=tied_head,
         from_dummy=constructed is not None,
         on_meta=on_meta(model),
+        policy=policy,
+        preprocessed=is_weights_pre_processed(),
+        pin_devices=pin_devices,
     )
+    layout.note_owners(model)
     # The layout lives and dies with its model: a table keyed by models would be kept alive by its own values.
     model.__dict__[LAYOUT_ATTRIBUTE] = layout
     return layout
@@ -222,7 +278,16 @@ def _record_groups(
         slots[id(tensor)].append(slot)
         tensors.setdefault(id(tensor), (slot.full_name, tensor))
     storages = {storage_id(tensor) for _, tensor in tensors.values() if not tensor.is_meta}
-    # A plain attribute matters where it views a registered tensor: it must go on doing so.
+    # A plain attribute that was loaded is a weight like any other.
+    for path, module in model.named_modules():
+        for name, tensor in vars(module).items():
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta or storage_id(tensor) in storages:
+                continue
+            if len(writes.ranges(tensor.untyped_storage())):
+                slot = Slot(module, path, name, is_parameter=False, is_attribute=True)
+                slots[id(tensor)].append(slot)
+                tensors.setdefault(id(tensor), (slot.full_name, tensor))
+    # Any other matters where it views a registered tensor: it must go on doing so.
     for path, tensor in tensor_objects(model):
         if not tensor.is_meta and tensor.layout == torch.strided and storage_id(tensor) in storages:
             tensors.setdefault(id(tensor), (path, tensor))
@@ -287,17 +352,3 @@ def _record_group(
         required=required,
         kept=kept,
     )
-
-
-def _untouched(group: StorageGroup) -> bool:
-    """Whether processing left every member registered, in place, and with the bytes of before."""
-    for member in group.members:
-        tensor = member.live()
-        if tensor is None or any(slot.get() is not tensor for slot in member.slots):
-            return False
-        same = (tensor.shape, tensor.stride(), tensor.dtype) == (member.shape, member.stride, member.dtype)
-        if not same or storage_id(tensor) != group.storage.id:
-            return False
-        start = byte_range(tensor)[0] - member.offset
-    storage = tensor.untyped_storage()
-    return group.kept is not None and torch.equal(storage_bytes(storage, start, start + group.nbytes), group.kept)

@@ -1,37 +1,19 @@
 """Giving a model its checkpoint layout back.
 
-Where a weight still has storage of the right size, it is opened there, at the offset where it lives now; otherwise on
-new storage. Nothing but the model holds the new storage: post-load processing frees it by replacing the tensor.
+Where the checkpoint bytes of a weight are retained, it is opened on them. Where it still has storage of the right size,
+it is opened there, at the offset where it lives now; otherwise on scratch storage, which is taken when the first bytes
+for it arrive. Nothing but the model holds scratch storage once the update closes: post-load processing frees it by
+replacing the tensor.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
 from weightpush_server.reload.coverage import ByteRanges
 from weightpush_server.reload.layout import Member, StorageGroup, data_less
-from weightpush_server.reload.storage import StorageRef, byte_range, storage_bytes
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a group's bytes lie now: ``start`` counts bytes from the start of ``storage``."""
-
-    storage: torch.UntypedStorage
-    start: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        """Byte after the last one."""
-        return self.start + self.nbytes
-
-    def bytes(self) -> torch.Tensor:
-        """Return a uint8 view."""
-        return storage_bytes(self.storage, self.start, self.end)
+from weightpush_server.reload.storage import Place, StorageRef, byte_range
 
 
 def find_places(groups: list[StorageGroup]) -> list[Place | None]:
@@ -106,39 +88,100 @@ def _find_place(group: StorageGroup) -> Place | None:
     return Place(storage, start, group.nbytes) if aligned else None
 
 
-@dataclass(frozen=True)
+def overlapping(groups: list[StorageGroup]) -> tuple[StorageGroup, StorageGroup] | None:
+    """Return two groups whose tensors now share some of their bytes without lying on exactly the same, or None."""
+    found = [(group, place) for group in groups if (place := _find_place(group)) is not None and place.nbytes]
+    found.sort(key=lambda item: _key(item[1]))
+    for index, (group, place) in enumerate(found):
+        for other, next_place in found[index + 1 :]:
+            if not _overlap(place, next_place):
+                break
+            if not place.same(next_place):
+                return group, other
+    return None
+
+
 class Opened:
-    """How a model was opened. Bytes."""
+    """A model that is being opened, group by group.
 
-    in_place: int
-    scratch: int
-
-
-def open_groups(groups: list[StorageGroup], *, poison: bool = False) -> Opened:
-    """Register every recorded tensor again, in its checkpoint layout.
-
-    Contents are undefined afterwards, except where the checkpoint does not bring a group completely: there the bytes
-    of before post-load processing are put back. ``poison`` fills what a push must write with NaN or extreme values.
+    Attributes:
+        in_place: bytes opened on storage that was there.
+        scratch: bytes for which there was none.
     """
-    places = find_places(groups)
-    scratch = 0
-    with torch.no_grad():
-        for group, found in zip(groups, places, strict=True):
-            place = found or _new_place(group)
-            scratch += group.nbytes if found is None else 0
-            for member in group.members:
-                _open_member(member, place)
-            group.storage = StorageRef(place.storage)
+
+    def __init__(self, groups: list[StorageGroup], places: list[Place | None], *, poison: bool) -> None:
+        self._poison = poison
+        self._places: dict[int, Place] = {}
+        self._pending: dict[int, StorageGroup] = {}
+        self._scratch: set[int] = set()
+        self.in_place = self.scratch = 0
+        for group, place in zip(groups, places, strict=True):
+            if place is not None:
+                self.in_place += group.nbytes
+                self._open(group, place)
+            else:
+                self.scratch += group.nbytes
+                self._pending[id(group)] = group
+                self._scratch.add(id(group))
+
+    def take(self, group: StorageGroup) -> Place:
+        """Return where ``group`` is open; open it on scratch storage if it is not yet.
+
+        Whoever keeps the place keeps the storage: drop it before the update closes.
+        """
+        pending = self._pending.pop(id(group), None)
+        if pending is not None:
+            self._open(pending, Place.new(pending.nbytes, pending.device))
+        return self._places[id(group)]
+
+    def take_all(self) -> None:
+        """Open all groups: for loaders, of which nobody knows what they will touch, and for post-load processing."""
+        for group in list(self._pending.values()):
+            self.take(group)
+
+    def is_scratch(self, group: StorageGroup) -> bool:
+        """Whether ``group`` had no storage when the update began."""
+        return id(group) in self._scratch
+
+    def let_go(self) -> None:
+        """Hold no storage any more; nothing can be taken after this."""
+        self._places.clear()
+
+    def _open(self, group: StorageGroup, place: Place) -> None:
+        self._places[id(group)] = place
+        with torch.inference_mode(False), torch.no_grad():
+            open_group(group, place)
+            if group.needed is not None and not len(group.needed):
+                return  # Its bytes are those of the last update, and stay.
             if group.kept is not None:
                 place.bytes().copy_(group.kept)
-            if poison:
-                _poison(group, place)
-    return Opened(in_place=sum(group.nbytes for group in groups) - scratch, scratch=scratch)
+            if self._poison:
+                _fill_with_poison(group, place)
 
 
-def _new_place(group: StorageGroup) -> Place:
-    storage = torch.empty(group.nbytes, dtype=torch.uint8, device=group.device).untyped_storage()
-    return Place(storage, 0, group.nbytes)
+def open_groups(groups: list[StorageGroup], *, poison: bool = False, partial: bool = False) -> Opened:
+    """Register every recorded tensor again, in its checkpoint layout; those without storage of their own when taken.
+
+    Contents are undefined afterwards, except where the checkpoint does not bring a group completely: there the bytes
+    of before post-load processing are put back. In a ``partial`` update groups whose bytes are still those of the last
+    update keep them, and ``needed`` says so. ``poison`` fills what a push must write with NaN or extreme values.
+    """
+    places = [group.retained or found for group, found in zip(groups, find_places(groups), strict=True)]
+    for group, place in zip(groups, places, strict=True):
+        group.needed = ByteRanges() if partial and is_intact(group, place) else None
+    return Opened(groups, places, poison=poison)
+
+
+def is_intact(group: StorageGroup, place: Place | None) -> bool:
+    """Whether ``place`` holds the bytes that post-load processing saw last. Reads them."""
+    return place is not None and group.landed is not None and place.digest() == group.landed
+
+
+def open_group(group: StorageGroup, place: Place) -> None:
+    """Register the tensors of ``group`` on the bytes at ``place``."""
+    for member in group.members:
+        _open_member(member, place)
+    group.storage = StorageRef(place.storage)
 
 
 def _open_member(member: Member, place: Place) -> None:
@@ -156,7 +199,7 @@ def _open_member(member: Member, place: Place) -> None:
         slot.set(tensor)
 
 
-def _poison(group: StorageGroup, place: Place) -> None:
+def _fill_with_poison(group: StorageGroup, place: Place) -> None:
     # All ones are NaN in every float format that travels; 0x80 repeated is far below any quantized weight in use.
     pattern = 0xFF if group.members[0].dtype.is_floating_point else 0x80
     raw = place.bytes()
@@ -165,11 +208,18 @@ def _poison(group: StorageGroup, place: Place) -> None:
 
 
 def unwritten(group: StorageGroup, place: Place, written: ByteRanges) -> str | None:
-    """Return the name of the member that holds the first required byte which was not written, or None."""
-    missing = written.within(place.start, place.end).first_missing(group.required)
+    """Return the name of the member that holds the first byte which this update did not write but must, or None."""
+    wanted = group.required if group.needed is None else group.needed
+    return first_missing(group, wanted, written.within(place.start, place.end))
+
+
+def first_missing(group: StorageGroup, wanted: ByteRanges, covered: ByteRanges) -> str | None:
+    """Return the name of the member that holds the first byte of ``wanted`` that is not ``covered``, or None.
+
+    Both are counted from the group's start.
+    """
+    missing = covered.first_missing(wanted)
     if missing is None:
         return None
-    for member in group.members:
-        if member.offset <= missing < member.offset + member.nbytes:
-            return member.name
-    return group.name
+    inside = (m.name for m in group.members if m.offset <= missing < m.offset + m.nbytes)
+    return next(inside, group.name)

@@ -15,11 +15,15 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_server.reload.contexts import loading_context
 from weightpush_server.reload.contract import Contract
-from weightpush_server.reload.fingerprint import fingerprint, reachable_tensors
+from weightpush_server.reload.fingerprint import TensorPrint, combine_prints, reachable_tensors, tensor_prints
 from weightpush_server.reload.landing import ReloadSession
-from weightpush_server.reload.layout import find_layout
-from weightpush_server.reload.opening import open_groups
+from weightpush_server.reload.layout import ModelLayout, find_layout
+from weightpush_server.reload.opening import Opened, open_groups
+from weightpush_server.reload.plan import Plan
 from weightpush_server.reload.refusals import check_reloadable
+from weightpush_server.reload.retention import after_processing, before_processing
+from weightpush_server.reload.storage import release_memory
+from weightpush_server.reload.wrappers import unwrapped
 
 #: Set to 1 to fill opened weights with NaN, for tests.
 POISON_VARIABLE: Final = "WEIGHTPUSH_POISON"
@@ -31,6 +35,7 @@ class ReloadProof:
 
     Attributes:
         fingerprint: of everything that the model computes with, 64 hex digits.
+        prints: of each tensor of it, by path.
         tensors: number of tensors that landed.
         bytes: of these tensors.
         seconds_postload: time of post-load processing.
@@ -38,6 +43,7 @@ class ReloadProof:
     """
 
     fingerprint: str
+    prints: dict[str, TensorPrint]
     tensors: int
     bytes: int
     seconds_postload: float
@@ -45,26 +51,50 @@ class ReloadProof:
 
 
 def start_reload(
-    model: nn.Module, *, vllm_config: VllmConfig, device: torch.device, poison: bool = False
+    model: nn.Module,
+    *,
+    vllm_config: VllmConfig,
+    device: torch.device,
+    poison: bool = False,
+    partial: bool = False,
+    plan: Plan | None = None,
 ) -> ReloadSession:
-    """Open ``model`` for a complete update. Call it on the worker's main thread, with the engine idle.
+    """Open ``model`` for an update. Call it on the worker's main thread, with the engine idle.
 
     From here until :func:`finish_reload` returns, the model computes nonsense. A model that an earlier update left
-    open or half written is opened anew. ``poison`` fills what the update must write with NaN or extreme values.
+    open or half written is opened anew. A ``partial`` update may leave out what is still there from the last one; any
+    other must be complete. ``poison`` fills what the update must write with NaN or extreme values. Without a ``plan``
+    the model's own loaders land everything.
 
     Raises:
-        WeightPushError: LAYOUT_UNKNOWN or RELOAD_REFUSED, before anything is changed; see :func:`check_reloadable`.
+        WeightPushError: one of the refusals of :func:`check_reloadable`, before anything is changed.
     """
-    check_reloadable(model)
+    check_reloadable(model, vllm_config, planned=plan is not None)
     layout = find_layout(model)
     assert layout is not None
     poison = poison or os.environ.get(POISON_VARIABLE) == "1"
+    opened = open_model(model, layout, poison=poison, partial=partial)
+    return ReloadSession(
+        model,
+        layout,
+        vllm_config=vllm_config,
+        device=device,
+        opened=opened,
+        poisoned=poison,
+        partial=partial,
+        plan=plan,
+    )
+
+
+def open_model(model: nn.Module, layout: ModelLayout, *, poison: bool = False, partial: bool = False) -> Opened:
+    """Give ``model`` its checkpoint layout back, and the plain attributes of before post-load processing."""
     if not layout.is_open:
-        layout.contract = Contract.of(model)
+        layout.contract = Contract.of(model, pin_devices=layout.pin_devices)
     layout.is_open = True
-    with torch.inference_mode(False):
-        opened = open_groups(layout.groups, poison=poison)
-    return ReloadSession(model, layout, vllm_config=vllm_config, device=device, opened=opened, poisoned=poison)
+    opened = open_groups(layout.groups, poison=poison, partial=partial)
+    # Weights that are plain attributes must be the objects that loaders fill, not what processing made of them.
+    layout.journal.undo()
+    return opened
 
 
 def finish_reload(session: ReloadSession) -> ReloadProof:
@@ -81,25 +111,15 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
         session.learn_required()
     session.seal()
     checked = time.perf_counter()
-    with loading_context(session.vllm_config, session.device):
-        layout.journal.undo()
-        try:
-            process_weights_after_loading(model, session.vllm_config.model_config, session.device)
-        except Exception as error:
-            raise WeightPushError(
-                ErrorCode.PROOF_FAILED,
-                f"post-load processing raised {type(error).__name__}: {error}. Push again, or restart the server",
-                details={"exception": type(error).__name__, "error": str(error)},
-            ) from error
-        model.eval()
+    process(model, layout, session.opened, vllm_config=session.vllm_config, device=session.device)
     processed = time.perf_counter()
     assert layout.contract is not None
-    with torch.inference_mode(False):
-        layout.contract.write_back(model)
     layout.contract.check(model, settled=layout.settled)
     _prove_runtime(model, absent=layout.absent, poisoned=session.poisoned)
+    prints = tensor_prints(model)
     proof = ReloadProof(
-        fingerprint=fingerprint(model),
+        fingerprint=combine_prints(prints),
+        prints=prints,
         tensors=len(session.landed),
         bytes=session.nbytes,
         seconds_postload=processed - checked,
@@ -107,6 +127,35 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
     )
     layout.is_open = False
     return proof
+
+
+def process(
+    model: nn.Module, layout: ModelLayout, opened: Opened, *, vllm_config: VllmConfig, device: torch.device
+) -> None:
+    """Run post-load processing on an open model as at cold start; give back what it moved and what it freed.
+
+    Raises:
+        WeightPushError: PROOF_FAILED, if processing raised, or a tensor whose address must stay cannot stay there.
+    """
+    assert layout.contract is not None
+    held = before_processing(layout, opened)
+    opened.let_go()
+    with loading_context(vllm_config, device), unwrapped(model, layout):
+        layout.journal.undo()
+        try:
+            process_weights_after_loading(model, vllm_config.model_config, device)
+        except Exception as error:
+            raise WeightPushError(
+                ErrorCode.PROOF_FAILED,
+                f"post-load processing raised {type(error).__name__}: {error}. Push again, or restart the server",
+                details={"exception": type(error).__name__, "error": str(error)},
+            ) from error
+        model.eval()
+    with torch.inference_mode(False):
+        layout.contract.write_back(model)
+    after_processing(layout, held)
+    held.clear()
+    release_memory(device)
 
 
 def _prove_runtime(model: nn.Module, *, absent: frozenset[str], poisoned: bool) -> None:

@@ -5,11 +5,15 @@ An address is no identity: the allocator gives it out again as soon as a tensor 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from weightpush_protocol.digest import tensor_digest
 
 
 class StorageRef:
@@ -48,3 +52,47 @@ def storage_bytes(storage: torch.UntypedStorage, start: int, end: int) -> torch.
     """Return bytes ``start`` to ``end`` of ``storage`` as a uint8 view."""
     view = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return view.set_(storage, start, (end - start,), (1,))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where some bytes lie: ``start`` counts bytes from the start of ``storage``. Keeps the storage alive."""
+
+    storage: torch.UntypedStorage
+    start: int
+    nbytes: int
+
+    @classmethod
+    def new(cls, nbytes: int, device: torch.device) -> Place:
+        """Take new storage; its content is undefined."""
+        return cls(torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage(), 0, nbytes)
+
+    @property
+    def end(self) -> int:
+        """Byte after the last one."""
+        return self.start + self.nbytes
+
+    def bytes(self) -> torch.Tensor:
+        """Return a uint8 view."""
+        return storage_bytes(self.storage, self.start, self.end)
+
+    def digest(self) -> str:
+        """Return the digest of the bytes, 16 hex digits."""
+        return tensor_digest(self.bytes())
+
+    def same(self, other: Place) -> bool:
+        """Whether ``other`` is the same bytes of the same storage."""
+        mine, theirs = (self.storage._cdata, self.start, self.nbytes), (other.storage._cdata, other.start, other.nbytes)
+        return mine == theirs
+
+
+def release_memory(device: torch.device) -> None:
+    """Give memory that was freed back to the device: allocators keep a model's size of it otherwise."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # Another C library; its allocator is its own business.
+        return
+    trim(0)

@@ -6,7 +6,8 @@ It is found through its ``dist-info`` folder, once the folder of this file is on
 * ``WP_TEST_FAULT_FILE``: a file that tests write faults into while the server runs, one JSON object:
   ``{"land_bucket": 3, "error": "text"}`` raises in the worker when it lands the bucket with that number (from 0),
   ``{"close": "text"}`` raises in post-load processing, ``{"slow_land_ms": 200}`` delays every landing,
-  ``{"slow_close_ms": 3000}`` delays post-load processing.
+  ``{"slow_close_ms": 3000}`` delays post-load processing, ``{"flip": "model.norm.weight"}`` flips a bit of this tensor
+  once, at the next step.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import functools
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 _done = False
 
@@ -74,3 +78,23 @@ def _inject_faults(file: Path) -> None:
         return finish(session)
 
     worker.finish_reload = faulty_finish
+    _flip_bits(faults)
+
+
+def _flip_bits(faults: Callable[[], dict[str, Any]]) -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    run = GPUModelRunner.execute_model
+    flipped: list[str] = []
+
+    @functools.wraps(run)
+    def flipping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = faults().get("flip")
+        if name is None:
+            flipped.clear()
+        elif name not in flipped:
+            flipped.append(name)
+            self.get_model().get_parameter(name).data.view(-1)[5:6].view(torch.uint8)[0] ^= 1
+        return run(self, *args, **kwargs)
+
+    GPUModelRunner.execute_model = flipping
