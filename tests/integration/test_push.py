@@ -226,6 +226,26 @@ def test_events_tell_the_whole_story(server: ServerProcess, push: Callable[..., 
     assert len(set(progress)) >= 3
 
 
+@pytest.mark.case("C48", "C50")
+def test_a_push_in_many_buckets_goes_through_its_phases_once_and_says_little(
+    server: ServerProcess, push: Callable[..., object]
+) -> None:
+    before = len(server.log.read_text())
+    push("B", bucket_bytes=1)
+    phases = list(server.status()["last_update"]["phase_seconds"])
+    assert phases == [
+        *("checking", "rendezvous", "draining", "opening", "receiving"),
+        *("closing", "resetting_caches", "publishing"),
+    ]
+    lines = server.log.read_text()[before:].splitlines()
+    ours = [line for line in lines if "update " in line and " version " in line]
+    assert len(ours) == 2, ours
+    assert "began" in ours[0]
+    assert "committed version B" in ours[1]
+    assert sum("wp_test_plugin: post-load processing" in line for line in lines) == 1
+    assert not [line for line in lines if "WARNING" in line or "ERROR" in line]
+
+
 @pytest.mark.case("C44", "C83")
 def test_curl_alone_can_push(server: ServerProcess, checkpoints: Checkpoints, cold_b: dict[str, str]) -> None:
     """The manifest comes from the server, the one bucket is the checkpoint file itself, without digests."""

@@ -71,6 +71,7 @@ def _inject_faults(file: Path) -> None:
     finish = worker.finish_reload
 
     def faulty_finish(session: Any) -> Any:
+        print("wp_test_plugin: post-load processing", flush=True)
         fault = faults()
         time.sleep(fault.get("slow_close_ms", 0) / 1000)
         if "close" in fault:
