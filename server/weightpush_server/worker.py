@@ -218,6 +218,7 @@ class WeightPushWorkerExtension:
         """Refuse an update that this worker cannot take. Changes nothing."""
         begin = BeginRequest.model_validate_json(begin_json)
         state = _state(self)
+        state.check_quiet()  # Planning puts stand-ins in the model's place; a late landing must not meet them.
         _check_begin(begin, state)
         return {"tensors": len(begin.manifest.tensors)}
 
