@@ -131,8 +131,11 @@ class Peer:
         self._pipe.send((self._tickets, call, arguments))
         return self._tickets
 
-    def result(self, ticket: int, within_s: float = 20) -> Any:
-        """Return what the call returned, or raise what it raised. Raises ``TimeoutError`` if it takes longer."""
+    def result(self, ticket: int, within_s: float = 90) -> Any:
+        """Return what the call returned, or raise what it raised. Raises ``TimeoutError`` if it takes longer.
+
+        The first call of a session waits for a process that imports torch: from a cold disk that takes its time.
+        """
         deadline = time.monotonic() + within_s
         while ticket not in self._answers:
             if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
