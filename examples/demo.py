@@ -50,7 +50,7 @@ def die_at_bucket_3(progress):
     if progress.bucket == 3:
         os.kill(os.getpid(), 9)
 
-with WeightPusher(sys.argv[1], transport="gloo", bucket_bytes=20_000, deadlines=Deadlines(lease_s=3)) as pusher:
+with WeightPusher(sys.argv[1], transport="http", bucket_bytes=20_000, deadlines=Deadlines(lease_s=3)) as pusher:
     pusher.push(sys.argv[2], weight_version="step-3", progress=die_at_bucket_3)
 """
 
