@@ -16,7 +16,7 @@ import torch
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from integration.conftest import PROMPTS, Checkpoints
-from support.engine import CPU, ENVIRONMENT, Engine, Tensors, engine, generate, land, push, read, snapshot
+from support.engine import CPU, Engine, Tensors, engine, engine_environment, generate, land, push, read, snapshot
 from support.raw import RawUpdate, error_of, read_tensors
 from support.server import ServerProcess
 from support.tiny import checkpoint
@@ -56,9 +56,7 @@ TRANSFORMED = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
+    with engine_environment():
         yield
 
 

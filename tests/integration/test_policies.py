@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from integration.conftest import PROMPTS, TOKEN, Checkpoints
-from support.engine import CPU, ENVIRONMENT, Engine, Tensors, engine, generate, push, read, snapshot
+from support.engine import CPU, Engine, Tensors, engine, engine_environment, generate, push, read, snapshot
 from support.server import ServerProcess
 from support.tiny import checkpoint
 from weightpush_client import PushError, WeightPusher
@@ -28,9 +28,7 @@ from weightpush_server.reload.layout import ModelLayout, SelfCheckOutcome, find_
 @pytest.fixture(scope="module")
 def in_process() -> Iterator[None]:
     """Engines run in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
+    with engine_environment():
         yield
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.engine import ENVIRONMENT, engine, push, read, snapshot
+from support.engine import engine, engine_environment, push, read, snapshot
 from support.quantized import quantized_checkpoint
 from support.tiny import checkpoint
 from weightpush_protocol.errors import WeightPushError
@@ -27,9 +27,7 @@ needs_amx = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
+    with engine_environment():
         yield
 
 

@@ -21,11 +21,11 @@ from vllm.model_executor.model_loader import get_model_loader
 
 from support.engine import (
     CPU,
-    ENVIRONMENT,
     Engine,
     Snapshot,
     Tensors,
     engine,
+    engine_environment,
     generate,
     land,
     probe_layers,
@@ -46,9 +46,7 @@ MODELS = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_tied", "gemma3", "qwen
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
+    with engine_environment():
         yield
 
 

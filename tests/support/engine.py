@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -51,6 +52,15 @@ class Engine:
     llm: LLM
     model: nn.Module
     vllm_config: VllmConfig
+
+
+@contextmanager
+def engine_environment() -> Iterator[None]:
+    """Set what an engine in the test's own process needs, and put everything back."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
 
 
 @contextmanager
