@@ -270,16 +270,38 @@ def name_offenders(problems: Sequence[ManifestProblem], limit: int = NAMED_OFFEN
 
 
 def prefix_hint(problems: Sequence[ManifestProblem]) -> str | None:
-    """Say so where unknown and missing names differ by one prefix alone, which a wrapper or a parent module adds."""
+    """Say so where unknown and missing names differ in how they begin: by a wrapper, a parent module, another family.
+
+    All names of one side must have their counterpart on the other.
+    """
     unknown = {problem.name for problem in problems if problem.kind is ProblemKind.UNKNOWN}
     missing = {problem.name for problem in problems if problem.kind is ProblemKind.MISSING}
-    for shorter, longer, advice in ((missing, unknown, "strip it"), (unknown, missing, "add it")):
-        anchor = min(shorter, default="")
-        for name in sorted(longer) if anchor else []:
-            prefix = name.removesuffix(anchor)
-            if prefix != name and all(prefix + short in longer for short in shorter):
-                return f"the names differ by the prefix {prefix!r}: {advice}, or push another module of the model"
+    for few, many, swapped in ((missing, unknown, False), (unknown, missing, True)):
+        anchor = min(few, default="")
+        for name in sorted(many) if anchor else []:
+            ours, theirs = _beginnings(anchor, name)
+            if (ours, theirs) != (anchor, name) and all(
+                one.startswith(ours) and theirs + one.removeprefix(ours) in many for one in few
+            ):
+                return _advise(theirs, ours) if swapped else _advise(ours, theirs)
     return None
+
+
+def _beginnings(first: str, second: str) -> tuple[str, str]:
+    """Return what precedes the last parts that two dotted names have in common."""
+    common = 0
+    for one, other in zip(reversed(first.split(".")), reversed(second.split(".")), strict=False):
+        if one != other:
+            break
+        common += len(one) + 1
+    return first[: max(len(first) - common + 1, 0)], second[: max(len(second) - common + 1, 0)]
+
+
+def _advise(expected: str, given: str) -> str:
+    if expected and given:
+        return f"the names begin with {given!r} where this model has {expected!r}: rename them"
+    prefix, advice = (given, "strip it") if given else (expected, "add it")
+    return f"the names differ by the prefix {prefix!r}: {advice}, or push another module of the model"
 
 
 def _mismatch(kind: ProblemKind, name: str, expected: Any, given: Any) -> ManifestProblem:

@@ -16,15 +16,24 @@ import torch
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from integration.conftest import PROMPTS, Checkpoints
-from support.engine import CPU, Engine, Tensors, engine, engine_environment, generate, land, push, read, snapshot
+from support.engine import (
+    Tensors,
+    engine,
+    engine_environment,
+    generate,
+    planner,
+    push,
+    push_by,
+    read,
+    snapshot,
+    specs,
+)
 from support.raw import RawUpdate, error_of, read_tensors
 from support.server import ServerProcess
 from support.tiny import checkpoint
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import TensorSpec
-from weightpush_server.reload import Planner, check_reloadable, finish_reload, start_reload
+from weightpush_server.reload import Planner, check_reloadable
 from weightpush_server.reload.layout import find_layout
-from weightpush_server.reload.plan import Plan
 
 #: One a hazard; the eight of test_reload_engine.py are pushed by plan there.
 FAST = ("gpt_oss", "phi", "bloom", "mamba2")
@@ -63,26 +72,6 @@ def _environment() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tiny")
-
-
-def specs(tensors: Tensors) -> list[TensorSpec]:
-    return [TensorSpec.of(name, tensor) for name, tensor in tensors]
-
-
-def planner(live: Engine) -> Planner:
-    layout = find_layout(live.model)
-    assert layout is not None
-    return Planner(live.model, layout, vllm_config=live.vllm_config, device=CPU)
-
-
-def push_by(live: Engine, plan: Plan, tensors: Tensors) -> str:
-    """Push along ``plan`` and return how each tensor landed."""
-    session = start_reload(live.model, vllm_config=live.vllm_config, device=CPU, poison=True, plan=plan)
-    for start in range(3):
-        land(session, tensors[start::3])
-    ways = session.ways(specs(tensors))
-    finish_reload(session)
-    return ways
 
 
 @pytest.mark.case("C31", "C32", "C33", "C51", "C63", "C65", "C91")

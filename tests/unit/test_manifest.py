@@ -246,3 +246,11 @@ def test_a_common_prefix_is_pointed_out() -> None:
     assert prefix_hint(missing[:2] + unknown[1:]) is None
     assert prefix_hint(missing) is None
     assert prefix_hint([]) is None
+    family = [_problem(ProblemKind.MISSING, f"model.{name}") for name in names]
+    member = [_problem(ProblemKind.UNKNOWN, f"model.language_model.{name}") for name in names]
+    assert prefix_hint(family + member) == (
+        "the names begin with 'model.language_model.' where this model has 'model.': rename them"
+    )
+    # A part of the model alone: every name that came has its place, others are missing as well.
+    assert "'model.': add it" in (prefix_hint([*family, *(_problem(ProblemKind.UNKNOWN, n) for n in names[:2])]) or "")
+    assert prefix_hint([_problem(ProblemKind.MISSING, "a.x"), _problem(ProblemKind.UNKNOWN, "b.y")]) is None

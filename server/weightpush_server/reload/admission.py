@@ -123,12 +123,29 @@ class Planner:
         if reason is not None:
             kind = ProblemKind.UNKNOWN if reason.startswith(_UNKNOWN_NAME) else ProblemKind.SHAPE
             yield ManifestProblem(kind=kind, name=name, given=f"{given}; the model's loader raised {reason[:200]}")
-        elif name not in plan.writes or any(self._is_beyond(group, ranges) for group, ranges in plan.writes[name]):
+        elif name not in plan.writes:
+            if not self._renames_idle(plan, spec):
+                yield ManifestProblem(kind=ProblemKind.UNKNOWN, name=name, given=given)
+        elif any(self._is_beyond(group, ranges) for group, ranges in plan.writes[name]):
             yield ManifestProblem(kind=ProblemKind.UNKNOWN, name=name, given=given)
         elif name in plan.overlapping:
             yield ManifestProblem(kind=ProblemKind.DUPLICATE, name=name, given=f"{given}, bytes of another tensor")
         elif wanted := self._other_dtypes(plan, expected, spec):
             yield ManifestProblem(kind=ProblemKind.DTYPE, name=name, expected=wanted, given=spec.dtype)
+
+    def _renames_idle(self, plan: Plan, spec: TensorSpec) -> bool:
+        """Whether a tensor that lands nowhere is one that the cold start had no use for either, with more before it.
+
+        The tower of a vision-language model that is served for text alone, say: its names vary as those of the rest do.
+        """
+        tail = spec.name
+        while tail:
+            _, _, tail = tail.partition(".")
+            known = next((listed for listed in self._layout.checkpoint or () if listed.name == tail), None)
+            if known is not None:
+                same = (known.dtype, known.shape) == (spec.dtype, spec.shape)
+                return same and tail not in plan.specs and self._is_idle(tail)
+        return False
 
     def _is_beyond(self, index: int, ranges: ByteRanges) -> bool:
         """Whether ``ranges`` reach where the cold start did not write."""
