@@ -346,8 +346,10 @@ class Status(_Answer):
 class ManifestAnswer(_Answer):
     """``GET /reload/manifest``: the checkpoint that this server's model expects.
 
-    ``optional`` tensors may be sent or left out (a tied ``lm_head``).
+    ``optional`` tensors may be sent or left out (a tied ``lm_head``). ``tied`` names, for those of them that have no
+    bytes of their own, the tensor that they must equal, since a cold start on two different ones would untie them.
     """
 
     tensors: list[TensorSpec]
     optional: list[TensorSpec] = Field(default_factory=list)
+    tied: dict[str, str] = Field(default_factory=dict)

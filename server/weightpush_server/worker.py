@@ -210,7 +210,11 @@ class WeightPushWorkerExtension:
     def weightpush_manifest(self) -> dict[str, Any]:
         """Return the checkpoint that this model expects."""
         layout = _state(self).layout()
-        answer = ManifestAnswer(tensors=list(layout.checkpoint or ()), optional=list(layout.optional.values()))
+        answer = ManifestAnswer(
+            tensors=list(layout.checkpoint or ()),
+            optional=list(layout.optional.values()),
+            tied=_state(self).planner().tied(),
+        )
         return {"manifest": answer.model_dump_json()}
 
     @_rpc

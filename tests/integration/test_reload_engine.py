@@ -28,6 +28,7 @@ from support.engine import (
     engine_environment,
     generate,
     land,
+    planner,
     probe_layers,
     push,
     read,
@@ -242,6 +243,7 @@ def test_a_tied_head(root: Path, cold: Callable[[str, int], Snapshot]) -> None:
         layout = find_layout(tied.model)
         assert layout is not None
         assert list(layout.optional) == ["lm_head.weight"]
+        assert planner(tied).tied() == {"lm_head.weight": "model.embed_tokens.weight"}
         for position in (0, len(b)):
             both = [*b]
             both.insert(position, ("lm_head.weight", embedding))

@@ -13,12 +13,13 @@ Whatever else the server does not know is sent in the manifest, so that the serv
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from weightpush_client.names import checkpoint_name
 from weightpush_client.sources import WeightSource
+from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_protocol.messages import ManifestAnswer
@@ -72,6 +73,29 @@ def _name_all(source: WeightSource, known: dict[str, TensorSpec]) -> list[tuple[
     if not taken:
         raise WeightPushError(ErrorCode.WEIGHTS_REJECTED, "there are no weights to push: the source is empty")
     return [(name, held, identity) for name, (held, identity) in taken.items()]
+
+
+def check_tied(source: WeightSource, outgoing: Sequence[Outgoing], tied: Mapping[str, str]) -> None:
+    """Look whether tensors that the servers hold once are the same here, before anything is sent.
+
+    Raises:
+        WeightPushError: ``weights_rejected``: they differ. A server would only find out when all bytes have landed.
+    """
+    sent = {item.sent.name: item for item in outgoing}
+    for name, twin in tied.items():
+        if name not in sent or twin not in sent or sent[name].sent.shape != sent[twin].sent.shape:
+            continue
+        digests = []
+        for item in (sent[name], sent[twin]):
+            (_, tensor), *_ = source.tensors([item.held.name])
+            digests.append(tensor_digest(tensor.to(sent[twin].sent.torch_dtype).contiguous()))
+        if digests[0] != digests[1]:
+            raise WeightPushError(
+                ErrorCode.WEIGHTS_REJECTED,
+                f"{name!r} differs from {twin!r}, but the server's model has one tensor for both: push them equal (tie "
+                f"the trainer's), leave {name!r} out, or start the server on a checkpoint that holds both",
+                details={"tensor": name, "tied_to": twin},
+            )
 
 
 def agreed_manifest(manifests: Sequence[tuple[str, ManifestAnswer]]) -> ManifestAnswer:

@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 from pydantic import ValidationError
 
-from weightpush_client.align import Outgoing, agreed_manifest, align
+from weightpush_client.align import Outgoing, agreed_manifest, align, check_tied
 from weightpush_client.fleet import Fleet
 from weightpush_client.report import (
     PhaseSeconds,
@@ -207,7 +207,9 @@ class WeightPusher:
 
     def _plan(self, source: WeightSource) -> tuple[list[Outgoing], Manifest]:
         manifests = self._fleet.call(lambda _, server: server.manifest())
-        outgoing = align(source, agreed_manifest(list(zip(self._urls, manifests, strict=True))))
+        expected = agreed_manifest(list(zip(self._urls, manifests, strict=True)))
+        outgoing = align(source, expected)
+        check_tied(source, outgoing, expected.tied)
         return outgoing, build_manifest((item.sent for item in outgoing), self._bucket_bytes)
 
     def _request(self, weight_version: str, manifest: Manifest, partial: bool) -> BeginRequest:

@@ -60,6 +60,21 @@ class Planner:
         """Return the plan of an admitted manifest. The worker's main thread only, while no forward runs."""
         return self._cache.plan(specs)
 
+    def tied(self) -> dict[str, str]:
+        """Return the output head that a push may bring and the tensor of the checkpoint that it must equal, if any."""
+        head, expected = self._layout.tied_head, self._expected()
+        if head is None or not head.must_equal or expected is None:
+            return {}
+        weight = head.embedding.weight
+        names = {
+            name
+            for name, pairs in expected.writes.items()
+            for index, _ in pairs
+            for member in self._layout.groups[index].members
+            if any(slot.get() is weight for slot in member.slots)
+        }
+        return {head.spec.name: names.pop()} if len(names) == 1 else {}
+
     def admit(self, specs: Sequence[TensorSpec], *, partial: bool = False) -> Plan:
         """Return the plan for a push of ``specs``, or refuse it. Changes nothing.
 
