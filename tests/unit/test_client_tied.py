@@ -42,9 +42,7 @@ def test_equal_weights_pass(head: torch.Tensor) -> None:
 def test_a_head_that_differs_is_refused_by_name() -> None:
     head = EMBEDDING.clone()
     head[2, 1] += 1
-    with pytest.raises(
-        WeightPushError, match=r"'lm_head\.weight' differs from 'model\.embed_tokens\.weight'"
-    ) as caught:
+    with pytest.raises(WeightPushError, match=r"differs from 'model\.embed_tokens") as caught:
         check({SPEC.name: EMBEDDING, "lm_head.weight": head})
     assert caught.value.code is ErrorCode.WEIGHTS_REJECTED
     assert caught.value.details == {"tensor": "lm_head.weight", "tied_to": SPEC.name}
