@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,15 @@ from weightpush_protocol.state import ServerState
 from weightpush_server.gate import Gate, WeightPushMiddleware, is_control_path, is_gated
 from weightpush_server.records import ControlRecord
 from weightpush_server.shared_state import SharedState
+from weightpush_server.tokens import TokenFile, write_private
 
 TOKEN = "correct-horse-battery"
 
 
 @dataclass
-class Settings:
-    token: str | None = TOKEN
-
-
-@dataclass
 class Context:
     gate: Gate
-    config: Settings = field(default_factory=Settings)
+    tokens: TokenFile | None
 
 
 class App:
@@ -52,7 +48,8 @@ class App:
             Route("/reload/begin", self.plain, methods=["POST"]),
         ]
         self.app = Starlette(routes=routes)
-        self.app.state.weightpush = Context(Gate(self.shared))
+        write_private(folder / "token", TOKEN)
+        self.app.state.weightpush = Context(Gate(self.shared), TokenFile(folder / "token"))
         self.app.add_middleware(WeightPushMiddleware)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://server")
 
@@ -185,7 +182,7 @@ async def test_the_status_alone_is_open_and_only_to_read(app: App) -> None:
 
 
 async def test_without_a_token_nothing_is_asked_for(app: App) -> None:
-    app.app.state.weightpush.config = Settings(token=None)
+    app.app.state.weightpush.tokens = None
     assert (await app.client.post("/reload/begin")).status_code == 200
 
 
