@@ -29,8 +29,6 @@ SMALL_BODY_BYTES: Final = 64 * 1024
 SMALL_BODY_S: Final = 10.0
 MANIFEST_BODY_S: Final = 60.0
 _RENEW_S: Final = 0.5
-#: By how much a body of unknown length reserves room.
-_STEP_BYTES: Final = 64 * 2**20
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -80,7 +78,7 @@ async def spooled(
         WeightPushError: ``too_large``: over ``limit`` bytes, or no room; ``slow_body``; what ``arriving`` raises.
     """
     announced = _check_length(request, limit, "the bucket")
-    with spool.file(announced) as file:
+    with spool.file(limit if announced is None else announced) as file:
         renewed = time.monotonic()
         try:
             async with asyncio.timeout(within_s):
@@ -124,8 +122,8 @@ def _slow(message: str, received: int) -> WeightPushError:
 class Spool:
     """A directory in memory for bodies on their way to the workers; all API processes together stay below ``limit``.
 
-    A file has its announced size from the start, without taking that memory yet, so what is there adds up to what may
-    come.
+    From the start a file has the size that its body may have, without taking that memory yet, so that what is there
+    adds up to what may come.
     """
 
     def __init__(self, directory: Path, limit: int) -> None:
@@ -133,8 +131,8 @@ class Spool:
         self._limit = limit
 
     @contextmanager
-    def file(self, announced: int | None) -> Iterator[SpoolFile]:
-        """Lend a new file for a body of ``announced`` bytes, or of unknown length; it is deleted at the end.
+    def file(self, size: int) -> Iterator[SpoolFile]:
+        """Lend a new file for a body of at most ``size`` bytes; it is deleted at the end.
 
         Raises:
             WeightPushError: ``too_large``: other bodies take the room.
@@ -142,26 +140,24 @@ class Spool:
         path = self._directory / uuid.uuid4().hex
         with path.open("xb") as handle:
             try:
-                file = SpoolFile(self, path, handle)
-                file.reserve(announced or 0)
-                yield file
+                self._reserve(handle, size)
+                yield SpoolFile(path, handle)
             finally:
                 path.unlink(missing_ok=True)
 
-    def grow(self, handle: BinaryIO, by: int, to: int) -> None:
-        """Give a file ``by`` bytes more, ``to`` bytes together."""
+    def _reserve(self, handle: BinaryIO, size: int) -> None:
         directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(directory, fcntl.LOCK_EX)
             with os.scandir(self._directory) as entries:
                 taken = sum(_size(entry) for entry in entries)
-            if taken + by > self._limit:
+            if taken + size > self._limit:
                 raise WeightPushError(
                     ErrorCode.TOO_LARGE,
-                    f"bodies on their way take {taken} of {self._limit} bytes: send one bucket at a time",
+                    f"bodies on their way may take {taken} of {self._limit} bytes already: send one bucket at a time",
                     details={"limit_bytes": self._limit, "taken_bytes": taken},
                 )
-            handle.truncate(to)
+            handle.truncate(size)
         finally:
             os.close(directory)
 
@@ -169,24 +165,14 @@ class Spool:
 class SpoolFile:
     """One body on its way in."""
 
-    def __init__(self, spool: Spool, path: Path, handle: BinaryIO) -> None:
+    def __init__(self, path: Path, handle: BinaryIO) -> None:
         self.path = path
         #: Bytes that have come.
         self.size = 0
-        self._spool = spool
         self._handle = handle
-        self._reserved = 0
-
-    def reserve(self, nbytes: int) -> None:
-        """Make room for ``nbytes`` together."""
-        if nbytes > self._reserved:
-            self._spool.grow(self._handle, nbytes - self._reserved, nbytes)
-            self._reserved = nbytes
 
     def write(self, chunk: bytes) -> None:
-        """Append ``chunk``. Raises ``WeightPushError`` (``too_large``) where there is no room."""
-        if self.size + len(chunk) > self._reserved:
-            self.reserve(self.size + max(len(chunk), _STEP_BYTES))
+        """Append ``chunk``. Raises ``WeightPushError`` (``too_large``) where memory is full."""
         try:
             self._handle.write(chunk)
         except OSError as error:

@@ -17,21 +17,29 @@ from starlette.requests import ClientDisconnect
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import (
     AbortRequest,
+    BeginAnswer,
     BeginRequest,
     BucketNumber,
     Epoch,
+    FinishAnswer,
     FinishRequest,
+    ManifestAnswer,
     Status,
+    StreamAnswer,
     StreamRequest,
     UpdateId,
+    VerifyAnswer,
     VerifyRequest,
 )
 from weightpush_server.bodies import MANIFEST_BODY_S, SMALL_BODY_BYTES, SMALL_BODY_S, read_json, spooled
 from weightpush_server.context import ServerContext
 from weightpush_server.log import logger
+from weightpush_server.openapi import json_body, query, responses
 
 _EVENT_POLL_S: Final = 0.1
 _HEARTBEAT_S: Final = 15.0
+
+_BUCKET_BODY: Final = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -75,6 +83,13 @@ def _status_response(status: Status) -> Response:
     return _json(status, 200 if status.serving else 503)
 
 
+class _StreamQuery(BaseModel):
+    update_id: UpdateId
+    epoch: Epoch | None = None
+    bucket: BucketNumber | None = None
+    call_id: UpdateId | None = None
+
+
 async def _manifest_body(request: Request, model: type[_Model]) -> _Model:
     limit = _context(request).config.max_manifest_bytes
     return await read_json(request, model, limit=limit, within_s=MANIFEST_BODY_S)
@@ -84,19 +99,19 @@ async def _small_body(request: Request, model: type[_Model]) -> _Model:
     return await read_json(request, model, limit=SMALL_BODY_BYTES, within_s=SMALL_BODY_S)
 
 
-@router.get("/status")
+@router.get("/status", responses=responses(Status, or_503=True))
 async def status(request: Request) -> Response:
     """State, version, progress and last error. 200 while the server serves, else 503 with the same body."""
     return _status_response(_context(request).coordinator.status())
 
 
-@router.get("/manifest")
+@router.get("/manifest", responses=responses(ManifestAnswer))
 async def manifest(request: Request) -> Response:
     """Names, dtypes and shapes of the checkpoint that this server expects."""
     return _json(await _context(request).coordinator.manifest())
 
 
-@router.post("/verify")
+@router.post("/verify", responses=responses(VerifyAnswer), openapi_extra=json_body(VerifyRequest))
 async def verify(request: Request) -> Response:
     """Whether the server still holds what was committed, and whether that is the checkpoint of the body."""
     context = _context(request)
@@ -104,7 +119,7 @@ async def verify(request: Request) -> Response:
     return _json(await context.coordinator.verify(body))
 
 
-@router.post("/begin")
+@router.post("/begin", responses=responses(BeginAnswer), openapi_extra=json_body(BeginRequest))
 async def begin(request: Request) -> Response:
     """Open an update: check it, bring up the data plane, close the gate, drain, open the model."""
     context = _context(request)
@@ -112,7 +127,11 @@ async def begin(request: Request) -> Response:
     return _json(await context.coordinator.begin(body))
 
 
-@router.post("/stream")
+@router.post(
+    "/stream",
+    responses=responses(StreamAnswer),
+    openapi_extra={**json_body(StreamRequest, **_BUCKET_BODY), "parameters": query(_StreamQuery)},
+)
 async def stream(request: Request) -> Response:
     """Announce a bucket (JSON), or bring it (any other content type: a safetensors file)."""
     context = _context(request)
@@ -125,13 +144,6 @@ async def stream(request: Request) -> Response:
         return _json(
             await context.coordinator.land_body(where.update_id, where.epoch, where.bucket, where.call_id, spool)
         )
-
-
-class _StreamQuery(BaseModel):
-    update_id: UpdateId
-    epoch: Epoch | None = None
-    bucket: BucketNumber | None = None
-    call_id: UpdateId | None = None
 
 
 def _stream_query(request: Request) -> _StreamQuery:
@@ -171,7 +183,7 @@ async def _spooled(request: Request, context: ServerContext, where: _StreamQuery
         raise
 
 
-@router.post("/finish")
+@router.post("/finish", responses=responses(FinishAnswer), openapi_extra=json_body(FinishRequest))
 async def finish(request: Request) -> Response:
     """Post-process, prove, reset caches, publish the version, serve."""
     context = _context(request)
@@ -179,7 +191,7 @@ async def finish(request: Request) -> Response:
     return _json(await context.coordinator.finish(body))
 
 
-@router.post("/abort")
+@router.post("/abort", responses=responses(Status, or_503=True), openapi_extra=json_body(AbortRequest))
 async def abort(request: Request) -> Response:
     """End the update."""
     context = _context(request)
@@ -187,7 +199,7 @@ async def abort(request: Request) -> Response:
     return _json(await context.coordinator.abort(body))
 
 
-@router.get("/events")
+@router.get("/events", response_class=StreamingResponse, responses=responses(None))
 async def events(request: Request) -> Response:
     """Server-sent events: the status at once, and again whenever it changes."""
     return StreamingResponse(

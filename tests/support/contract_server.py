@@ -142,6 +142,7 @@ class ContractServer:
         workers: Sequence[ReceiverProcess] = (),
         token: str | None = TOKEN,
         keep_alive_s: int = 5,
+        tls: dict[str, Any] | None = None,
     ) -> None:
         self.manifest = ManifestAnswer(tensors=list(expected), optional=list(optional))
         self.workers = list(workers)
@@ -163,8 +164,10 @@ class ContractServer:
         self._threads = ThreadPoolExecutor(8, "contract-server")
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(self._app(), log_level="error", lifespan="off", timeout_keep_alive=keep_alive_s)
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        config = uvicorn.Config(
+            self._app(), log_level="critical", lifespan="off", timeout_keep_alive=keep_alive_s, **(tls or {})
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()

@@ -55,6 +55,10 @@ _QUOTED_CHARACTERS = 500
 _PROXY_STATUS = frozenset({502, 503, 504})
 _HINTS: Final = dict.fromkeys((404, 405), "; is it a weightpush server (`weightpush serve`)?")
 
+_CLOSED_HINTS: Final = {
+    False: "; does this port speak TLS? Then write https://",
+    True: "; does the server want a client certificate that it trusts (client_cert=, --client-cert)?",
+}
 _logger = logging.getLogger("weightpush")
 #: Servers that were warned of already.
 _warned: set[str] = set()
@@ -299,8 +303,9 @@ class ServerApi:
             return self._error(ErrorCode.UNREACHABLE, f"cannot connect ({reason}); is the server up?")
         disconnected = isinstance(error, httpx.NetworkError) or "disconnected" in str(error)
         code = ErrorCode.UNREACHABLE if disconnected else ErrorCode.PROTOCOL_ERROR
-        if self.url.startswith("http:") and _may_be_tls(error):
-            reason += "; does this port speak TLS? Then write https://"
+        if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+            # All that a client sees of a TLS alert, where it sees one at all.
+            reason += _CLOSED_HINTS[self.url.startswith("https")]
         return self._error(code, f"{method} {path} got no answer: {reason}")
 
     def _error(self, code: ErrorCode, message: str) -> PushError:
@@ -341,11 +346,6 @@ def _cause_of(failed: ErrorDetail) -> ErrorDetail:
     except ValidationError:
         return failed
     return cause.model_copy(update={"update_id": failed.update_id, "state": failed.state})
-
-
-def _may_be_tls(error: Exception) -> bool:
-    """Whether this is what a client without TLS sees of a server with it: an alert, or a closed connection."""
-    return isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)
 
 
 def _warn_if_readable(url: str) -> None:
