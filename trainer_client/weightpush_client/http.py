@@ -55,6 +55,8 @@ _QUOTED_CHARACTERS = 500
 _PROXY_STATUS = frozenset({502, 503, 504})
 _HINTS: Final = dict.fromkeys((404, 405), "; is it a weightpush server (`weightpush serve`)?")
 
+#: What every client asks for first.
+_FIRST_PATH: Final = "/reload/status"
 _CLOSED_HINTS: Final = {
     False: "; does this port speak TLS? Then write https://",
     True: "; does the server want a client certificate that it trusts (client_cert=, --client-cert)?",
@@ -303,7 +305,7 @@ class ServerApi:
             return self._error(ErrorCode.UNREACHABLE, f"cannot connect ({reason}); is the server up?")
         disconnected = isinstance(error, httpx.NetworkError) or "disconnected" in str(error)
         code = ErrorCode.UNREACHABLE if disconnected else ErrorCode.PROTOCOL_ERROR
-        if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        if path == _FIRST_PATH and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
             # All that a client sees of a TLS alert, where it sees one at all.
             reason += _CLOSED_HINTS[self.url.startswith("https")]
         return self._error(code, f"{method} {path} got no answer: {reason}")
