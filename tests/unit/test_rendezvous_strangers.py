@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import random
 import socket
 import struct
@@ -10,6 +12,7 @@ import threading
 import time
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -262,6 +265,33 @@ def test_strangers_on_gloos_own_port_cannot_harm_a_running_push() -> None:
             ticket = worker.start("receive", "r", number, 100_000, OPEN_S)
             sender.send(number, pattern(number, 100_000), OPEN_S)
             assert worker.result(ticket) == tensor_digest(pattern(number, 100_000))
+
+
+@pytest.mark.case("C26")
+def test_no_data_port_unpickles_anything(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(marker),)
+
+    evil = pickle.dumps(Evil())
+    texts = [evil, base64.b64encode(evil), struct.pack("!I", len(evil)) + evil, struct.pack("<Q", len(evil)) + evil]
+    before = listening_ports()
+    with peers(1) as (worker,), opened("127.0.0.1", [worker]) as sender:
+        for port in listening_ports() - before:
+            for text in texts:
+                with closing(dial(port)) as stranger:
+                    stranger.sendall(text)
+        # Even from somebody who holds the key.
+        for text in texts:
+            with closing(guest(sender.config.port or 0, sender.config.key or "")) as insider:
+                insider.set("formed/1", text)
+                insider._connection.sendall(struct.pack("!I", len(text)) + text)
+        ticket = worker.start("receive", "r", 0, 1000, OPEN_S)
+        sender.send(0, pattern(0, 1000), OPEN_S)
+        assert worker.result(ticket) == tensor_digest(pattern(0, 1000))
+    assert not marker.exists()
 
 
 def test_a_connection_that_nobody_in_the_group_made_ends_it() -> None:

@@ -93,6 +93,7 @@ def test_buckets_arrive_as_they_were_sent(host: str, world_size: int) -> None:
             )
 
 
+@pytest.mark.case("C71")
 def test_the_host_name_of_this_machine_need_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     with peers(1) as workers, opened("127.0.0.1", workers) as sender:
