@@ -11,6 +11,8 @@ code                       status when, and what is left behind
 ========================== ====== ==================================================================
 unauthorized               401    no or wrong control token; nothing changed
 too_large                  413    body, manifest or name over a limit; nothing changed
+slow_body                  408    a body did not come in time; nothing changed (a bucket: update failed)
+too_many_calls             429    too many control calls at the same time; nothing changed
 invalid_request            422    the body does not fit the schema; nothing changed
 manifest_rejected          422    names, shapes or dtypes do not fit this model; nothing changed
 layout_unknown             422    the server cannot say what its model expects; nothing changed
@@ -68,6 +70,8 @@ class ErrorCode(StrEnum):
 
     UNAUTHORIZED = "unauthorized"
     TOO_LARGE = "too_large"
+    SLOW_BODY = "slow_body"
+    TOO_MANY_CALLS = "too_many_calls"
     INVALID_REQUEST = "invalid_request"
     MANIFEST_REJECTED = "manifest_rejected"
     LAYOUT_UNKNOWN = "layout_unknown"
@@ -135,6 +139,8 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     **dict.fromkeys(_REFUSALS, 422),
     ErrorCode.UNAUTHORIZED: 401,
     ErrorCode.TOO_LARGE: 413,
+    ErrorCode.SLOW_BODY: 408,
+    ErrorCode.TOO_MANY_CALLS: 429,
     ErrorCode.NOT_SERVING: 503,
     ErrorCode.INTERNAL: 500,
 }

@@ -17,7 +17,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeInt,
     PositiveFloat,
     model_validator,
 )
@@ -47,6 +46,9 @@ def _printable_ascii(value: str) -> str:
 
 WeightVersion = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_printable_ascii)]
 UpdateId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+#: What JSON readers of any language can hold.
+Epoch = Annotated[int, Field(ge=0, lt=2**53)]
+BucketNumber = Annotated[int, Field(ge=0, lt=2**31)]
 #: Digest of one tensor, see ``weightpush_protocol.digest``.
 TensorDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 TensorName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
@@ -156,10 +158,10 @@ class StreamRequest(_Request):
     """
 
     update_id: UpdateId
-    epoch: int | None = None
-    bucket: NonNegativeInt
+    epoch: Epoch | None = None
+    bucket: BucketNumber
     call_id: UpdateId | None = None
-    digests: dict[TensorName, TensorDigest] = Field(default_factory=dict)
+    digests: Annotated[dict[TensorName, TensorDigest], Field(max_length=MAX_TENSORS)] = Field(default_factory=dict)
 
 
 class StreamAnswer(_Answer):
@@ -178,7 +180,7 @@ class FinishRequest(_Request):
     """``POST /reload/finish``."""
 
     update_id: UpdateId
-    epoch: int | None = None
+    epoch: Epoch | None = None
 
 
 class FinishAnswer(_Answer):
@@ -197,7 +199,7 @@ class AbortRequest(_Request):
     """``POST /reload/abort``."""
 
     update_id: UpdateId
-    epoch: int | None = None
+    epoch: Epoch | None = None
     reason: Annotated[str, Field(max_length=1000)] = "aborted by the client"
 
 
@@ -208,7 +210,7 @@ class VerifyRequest(_Request):
     """
 
     tensors: Annotated[tuple[TensorSpec, ...], Field(max_length=MAX_TENSORS)] = ()
-    digests: dict[TensorName, TensorDigest] = Field(default_factory=dict)
+    digests: Annotated[dict[TensorName, TensorDigest], Field(max_length=MAX_TENSORS)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _every_tensor_has_a_digest(self) -> VerifyRequest:

@@ -22,6 +22,7 @@ from weightpush_server.config import DEFAULT_MAX_BUCKET_BYTES, TOKEN_VARIABLE, S
 from weightpush_server.plugin import ENDPOINT_PLUGIN, GENERAL_PLUGIN
 from weightpush_server.records import ControlRecord
 from weightpush_server.shared_state import SharedState
+from weightpush_server.tokens import TokenFile, parse_tokens, write_private
 
 _MIDDLEWARE: Final = "weightpush_server.gate.WeightPushMiddleware"
 _EXTENSION: Final = "weightpush_server.worker.WeightPushWorkerExtension"
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
         if args.model_tag is None and not any(word.startswith("--model") for word in argv):
             raise StartRefusedError("say which MODEL to serve: weightpush serve MODEL [options]")
         own = _take_own_options(args)
-        check_startable(args, own.token)
+        check_startable(args, authenticated=own.token is not None or own.token_file is not None)
     except StartRefusedError as error:
         _exit(str(error))
     configure_logging_from_args(args)
@@ -77,7 +78,12 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
         help=f"Token that calls under /reload must bring. Better in a file or in the environment ({TOKEN_VARIABLE}), "
         "since the command line is visible to every user of the machine. Required unless bound to loopback.",
     )
-    group.add_argument("--control-token-file", type=Path, help="File that holds the control token.")
+    group.add_argument(
+        "--control-token-file",
+        type=Path,
+        help="File that holds the control token. Read again when it changes; may hold several tokens, one a line, so "
+        "that the old one stays good during a rotation.",
+    )
     group.add_argument(
         "--weight-version", default=INITIAL_VERSION, help="Label of the weights that the server starts with."
     )
@@ -106,7 +112,9 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
 
 
 class _OwnOptions(argparse.Namespace):
+    #: At most one of both: a token that came by option or environment, and the user's own file of tokens.
     token: str | None
+    token_file: Path | None
     weight_version: str
     max_bucket_bytes: int
     storage_policy: StoragePolicy = StoragePolicy.SCRATCH
@@ -115,8 +123,10 @@ class _OwnOptions(argparse.Namespace):
 
 def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
     """Remove our options from ``args``: vLLM logs and pickles what is left."""
+    token, token_file = _find_token(vars(args).pop("control_token"), vars(args).pop("control_token_file"))
     own = _OwnOptions(
-        token=_read_token(vars(args).pop("control_token"), vars(args).pop("control_token_file")),
+        token=token,
+        token_file=token_file,
         weight_version=_check_version(vars(args).pop("weight_version")),
         max_bucket_bytes=vars(args).pop("max_bucket_mb") * 2**20,
         storage_policy=vars(args).pop("storage_policy"),
@@ -132,24 +142,36 @@ def _check_version(version: str) -> str:
         raise StartRefusedError(f"--weight-version {version!r}: {error.errors()[0]['msg']}") from None
 
 
-def _read_token(token: str | None, file: Path | None) -> str | None:
-    source = "--control-token" if token is not None else TOKEN_VARIABLE if file is None else f"the file {file}"
+def _find_token(token: str | None, file: Path | None) -> tuple[str | None, Path | None]:
+    """Return the token that came by option or environment, or the file of tokens; neither where none is asked for."""
     if token is not None and file is not None:
         raise StartRefusedError("give --control-token or --control-token-file, not both")
     if file is not None:
         try:
-            token = file.read_text().strip()
+            TokenFile(file)
         except OSError as error:
             raise StartRefusedError(f"--control-token-file {file} cannot be read: {error.strerror}") from None
-    elif token is None:
-        token = os.environ.get(TOKEN_VARIABLE)
+        except ValueError as error:
+            raise StartRefusedError(f"--control-token-file {file}: {error}") from None
+        return None, file.absolute()  # Links in it stay: a rotation may point one elsewhere.
+    source = "--control-token" if token is not None else TOKEN_VARIABLE
+    token = os.environ.get(TOKEN_VARIABLE) if token is None else token
     if token is None:
-        return None
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise StartRefusedError(
-            f"the control token from {source} must be visible ASCII characters without spaces, and not empty"
-        )
-    return token
+        return None, None
+    try:
+        parse_tokens(token)
+    except ValueError as error:
+        raise StartRefusedError(f"{source} is no control token: {error}") from None
+    return token, None
+
+
+def _token_file(own: _OwnOptions, directory: Path) -> Path | None:
+    """Return where children find the control tokens. The environment would show one to whatever they start."""
+    if own.token is None:
+        return own.token_file
+    file = directory / "control-token"
+    write_private(file, own.token)
+    return file
 
 
 def is_loopback(host: str | None) -> bool:
@@ -164,8 +186,10 @@ def is_loopback(host: str | None) -> bool:
         return False
 
 
-def check_startable(args: argparse.Namespace, token: str | None) -> None:
+def check_startable(args: argparse.Namespace, *, authenticated: bool) -> None:
     """Refuse what would let a request pass us by, or what we cannot record.
+
+    ``authenticated``: the control routes ask for a token.
 
     Raises:
         StartRefusedError: with what to change.
@@ -175,7 +199,7 @@ def check_startable(args: argparse.Namespace, token: str | None) -> None:
             "VLLM_SERVER_DEV_MODE is set: its routes (/collective_rpc, /resume, /update_weights, ...) change the model "
             "and open the engine without credentials and behind the gate. Unset it"
         )
-    if token is None and not args.uds and not is_loopback(args.host):
+    if not authenticated and not args.uds and not is_loopback(args.host):
         raise StartRefusedError(
             f"bound to {args.host or 'all addresses'} without a control token: anybody could replace the weights. Give "
             f"--control-token-file FILE (or {TOKEN_VARIABLE}), or bind to loopback with --host 127.0.0.1"
@@ -225,7 +249,7 @@ def prepare(args: argparse.Namespace, own: _OwnOptions) -> None:
         state_file=directory / "state",
         spool_dir=spool,
         weight_version=own.weight_version,
-        token=own.token,
+        token_file=_token_file(own, directory),
         max_bucket_bytes=own.max_bucket_bytes,
         storage_policy=own.storage_policy,
         self_check=own.self_check,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
 from weightpush_protocol.messages import INITIAL_VERSION
+from weightpush_server.tokens import forget_environment
 
-#: The control token, given by the user or handed on to the API processes.
+#: The control token, where the user gives it that way. Never handed on: children read a file.
 TOKEN_VARIABLE: Final = "WEIGHTPUSH_CONTROL_TOKEN"
+_TOKEN_FILE: Final = "WEIGHTPUSH_TOKEN_FILE"
 _STATE_FILE: Final = "WEIGHTPUSH_STATE_FILE"
 _WEIGHT_VERSION: Final = "WEIGHTPUSH_WEIGHT_VERSION"
 _SPOOL_DIR: Final = "WEIGHTPUSH_SPOOL_DIR"
@@ -43,8 +45,8 @@ class ServerConfig:
     state_file: Path
     spool_dir: Path
     weight_version: str = INITIAL_VERSION
-    #: ``None``: no token asked for; only on loopback.
-    token: str | None = field(default=None, repr=False)
+    #: Holds the control tokens. ``None``: none is asked for; only on loopback.
+    token_file: Path | None = None
     #: Largest body of one bucket, in bytes.
     max_bucket_bytes: int = DEFAULT_MAX_BUCKET_BYTES
     #: Largest JSON body, in bytes; a manifest of 20,000 tensors needs about 3 MB.
@@ -63,10 +65,8 @@ class ServerConfig:
         os.environ[_MAX_MANIFEST_BYTES] = str(self.max_manifest_bytes)
         os.environ[_STORAGE_POLICY] = self.storage_policy.value
         os.environ[_SELF_CHECK] = str(int(self.self_check))
-        if self.token is None:
-            os.environ.pop(TOKEN_VARIABLE, None)
-        else:
-            os.environ[TOKEN_VARIABLE] = self.token
+        forget_environment(TOKEN_VARIABLE)
+        os.environ[_TOKEN_FILE] = str(self.token_file or "")
 
     @classmethod
     def from_environment(cls) -> ServerConfig:
@@ -81,7 +81,7 @@ class ServerConfig:
             state_file=Path(os.environ[_STATE_FILE]),
             spool_dir=Path(os.environ[_SPOOL_DIR]),
             weight_version=os.environ[_WEIGHT_VERSION],
-            token=os.environ.get(TOKEN_VARIABLE),
+            token_file=Path(os.environ[_TOKEN_FILE]) if os.environ[_TOKEN_FILE] else None,
             max_bucket_bytes=int(os.environ[_MAX_BUCKET_BYTES]),
             max_manifest_bytes=int(os.environ[_MAX_MANIFEST_BYTES]),
             storage_policy=StoragePolicy(os.environ[_STORAGE_POLICY]),

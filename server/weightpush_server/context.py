@@ -6,12 +6,14 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_server.bodies import Spool
 from weightpush_server.config import ServerConfig
 from weightpush_server.coordinator import Coordinator, combine_fingerprints
 from weightpush_server.engine import Engine
 from weightpush_server.gate import Gate
 from weightpush_server.lifecycle import UpdateLifecycle
 from weightpush_server.shared_state import SharedState
+from weightpush_server.tokens import TokenFile
 from weightpush_server.watch import Watchdog
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ class ServerContext:
         self.config = config
         self.shared = SharedState(config.state_file)
         self.gate = Gate(self.shared)
+        #: One bucket lands while the next arrives.
+        self.spool = Spool(config.spool_dir, 2 * config.max_bucket_bytes)
+        #: ``None``: no token is asked for.
+        self.tokens = TokenFile(config.token_file) if config.token_file is not None else None
         self._coordinator: Coordinator | None = None
         self._watching: asyncio.Task[None] | None = None
 

@@ -238,6 +238,15 @@ class Coordinator:
         with self._life.change(update_id):
             pass
 
+    async def lose(self, update: UpdateRecord, error: WeightPushError) -> None:
+        """Fail ``update`` because a bucket did not come, unless the bucket has come on another way since."""
+        running = self._shared.control().update
+        if running is None or running.update_id != update.update_id:
+            return
+        if running.buckets_announced == update.buckets_announced:
+            await self._life.fail(update.update_id, error)
+            error.update_id, error.state = update.update_id, self._shared.control().state
+
     async def land_body(
         self, update_id: str, epoch: int | None, bucket: int | None, call_id: str | None, spool: Path
     ) -> StreamAnswer:

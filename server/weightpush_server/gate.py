@@ -7,8 +7,8 @@ is not known to leave the model alone is shut while the server does not serve.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +20,7 @@ from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import VERSION_HEADER
 from weightpush_server.records import ControlRecord
 from weightpush_server.shared_state import SharedState
+from weightpush_server.tokens import TokenFile
 
 if TYPE_CHECKING:
     from weightpush_server.context import ServerContext
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 #: Seconds after which a refused client should ask again; sent only while an update runs.
 RETRY_AFTER_S: Final = 1
 STATUS_PATH: Final = "/reload/status"
+#: Control calls that one API process answers at the same time, streams of events included.
+MAX_CONTROL_CALLS: Final = 64
+#: Not counted there, so that whoever looks, or ends an update, gets through.
+_ALWAYS_ANSWERED: Final = frozenset({("GET", STATUS_PATH), ("POST", "/reload/abort")})
 
 # Routes of vLLM that never run the model and never change it; everything else is gated, also routes that a later vLLM
 # or another plugin adds.
@@ -75,11 +80,22 @@ def is_gated(method: str, path: str) -> bool:
     return not any(method == verb and pattern.fullmatch(path) for verb, pattern in _UNGATED_PATTERNS)
 
 
-def token_matches(headers: Headers, token: str) -> bool:
-    """Compare the bearer token of a request in constant time."""
+def token_matches(headers: Headers, tokens: TokenFile) -> bool:
+    """Whether a request brings one of the tokens, as a bearer."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
-    return same and scheme.lower() == "bearer"
+    return tokens.accepts(given.strip()) and scheme.lower() == "bearer"
+
+
+async def whole_body(receive: Receive) -> list[Message] | None:
+    """Return the messages that bring a request's body, all of them; ``None`` if its client left meanwhile."""
+    messages = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        messages.append(message)
+        if not message.get("more_body", False):
+            return messages
 
 
 def refusal(control: ControlRecord) -> JSONResponse:
@@ -103,6 +119,11 @@ class Gate:
         self._shared = shared
         self._index = shared.claim_counter()
         self._inside: set[_GatedExchange] = set()
+
+    @property
+    def open(self) -> bool:
+        """Whether a request that comes now would be let in."""
+        return self._shared.control().gate_open
 
     def enter(self, exchange: _GatedExchange) -> ControlRecord | None:
         """Let a request in and return the record it came in under, or ``None`` if the gate is closed."""
@@ -145,6 +166,16 @@ class _GatedExchange:
     task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
+        if not self.gate.open:
+            await self.refuse()
+            return
+        if self.scope["type"] == "http":
+            # Before it is counted: whoever sends a body slowly would hold up every update. The application cannot have
+            # begun with it, and reads all of it into memory anyway.
+            body = await whole_body(self.receive)
+            if body is None:
+                return
+            self.receive = _replay(body, self.receive)
         self.entered = self.gate.enter(self)
         if self.entered is None:
             await self.refuse()
@@ -186,11 +217,23 @@ class _GatedExchange:
             self.task.cancel()
 
 
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    """Return a ``receive`` that brings ``messages`` first."""
+    waiting = deque(messages)
+    messages.clear()  # What was read is held by nobody else.
+
+    async def replayed() -> Message:
+        return waiting.popleft() if waiting else await receive()
+
+    return replayed
+
+
 class WeightPushMiddleware:
     """Put before vLLM's application with ``--middleware``; finds its server in ``app.state.weightpush``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        self._control_calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check credentials and the gate, then call the application."""
@@ -205,7 +248,17 @@ class WeightPushMiddleware:
             if not self._allowed(context, method, path, headers):
                 await _unauthorized("authorization" in headers)(scope, receive, send)
                 return
-            await self.app(scope, receive, send)
+            if (method, path) in _ALWAYS_ANSWERED:
+                await self.app(scope, receive, send)
+                return
+            if self._control_calls >= MAX_CONTROL_CALLS:
+                await _crowded()(scope, receive, send)
+                return
+            self._control_calls += 1
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                self._control_calls -= 1
         elif is_gated(method, path):
             await _GatedExchange(context.gate, self.app, scope, receive, send).run()
         else:
@@ -213,9 +266,15 @@ class WeightPushMiddleware:
 
     @staticmethod
     def _allowed(context: ServerContext, method: str, path: str, headers: Headers) -> bool:
-        if context.config.token is None or (method == "GET" and path == STATUS_PATH):
+        if context.tokens is None or (method == "GET" and path == STATUS_PATH):
             return True
-        return token_matches(headers, context.config.token)
+        return token_matches(headers, context.tokens)
+
+
+def _crowded() -> JSONResponse:
+    message = f"{MAX_CONTROL_CALLS} control calls are being answered already (streams of events count too)"
+    error = WeightPushError(ErrorCode.TOO_MANY_CALLS, message, details={"limit": MAX_CONTROL_CALLS})
+    return JSONResponse(error.body().model_dump(mode="json"), status_code=error.http_status)
 
 
 def _unauthorized(brought_some: bool) -> JSONResponse:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,23 +15,31 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import NAMED_OFFENDERS
 from weightpush_protocol.messages import (
     AbortRequest,
+    BeginAnswer,
     BeginRequest,
+    BucketNumber,
+    Epoch,
+    FinishAnswer,
     FinishRequest,
+    ManifestAnswer,
     Status,
+    StreamAnswer,
     StreamRequest,
+    UpdateId,
+    VerifyAnswer,
     VerifyRequest,
 )
+from weightpush_server.bodies import MANIFEST_BODY_S, SMALL_BODY_BYTES, SMALL_BODY_S, read_json, spooled
 from weightpush_server.context import ServerContext
 from weightpush_server.log import logger
+from weightpush_server.openapi import json_body, query, responses
 
 _EVENT_POLL_S: Final = 0.1
 _HEARTBEAT_S: Final = 15.0
-_RENEW_S: Final = 0.5
-#: Larger JSON bodies are validated off the event loop, so that the status still answers at once.
-_SMALL_BODY_BYTES: Final = 64 * 1024
+
+_BUCKET_BODY: Final = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -48,7 +54,9 @@ class _ErrorRoute(APIRoute):
             try:
                 return await handler(request)
             except WeightPushError as error:
-                return _json(error.body(), error.http_status)
+                # What comes late is not waited for.
+                headers = {"Connection": "close"} if error.code is ErrorCode.SLOW_BODY else None
+                return _json(error.body(), error.http_status, headers)
             except ClientDisconnect:
                 raise
             except Exception as error:  # noqa: BLE001 - every answer has the one error shape
@@ -67,92 +75,75 @@ def _context(request: Request) -> ServerContext:
     return context
 
 
-def _json(body: BaseModel, status: int = 200) -> Response:
-    return Response(body.model_dump_json(), status_code=status, media_type="application/json")
+def _json(body: BaseModel, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body.model_dump_json(), status_code=status, media_type="application/json", headers=headers)
 
 
 def _status_response(status: Status) -> Response:
     return _json(status, 200 if status.serving else 503)
 
 
-async def _body(request: Request, model: type[_Model], limit: int) -> _Model:
-    """Read and validate a JSON body.
-
-    Raises:
-        WeightPushError: ``too_large``, or ``invalid_request`` with the first offending fields.
-    """
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > limit:
-            raise WeightPushError(
-                ErrorCode.TOO_LARGE, f"the body is larger than {limit} bytes", details={"limit_bytes": limit}
-            )
-    try:
-        if len(data) <= _SMALL_BODY_BYTES:
-            return model.model_validate_json(bytes(data))
-        return await asyncio.to_thread(model.model_validate_json, bytes(data))
-    except ValidationError as error:
-        offenders = [
-            {"field": ".".join(map(str, problem["loc"])), "problem": problem["msg"]}
-            for problem in error.errors(include_url=False, include_context=False, include_input=False)
-        ]
-        first = "; ".join(f"{item['field'] or 'body'}: {item['problem']}" for item in offenders[:NAMED_OFFENDERS])
-        raise WeightPushError(
-            ErrorCode.INVALID_REQUEST,
-            f"the body does not fit {model.__name__}: {first}",
-            details={"problems": offenders[:NAMED_OFFENDERS], "total": len(offenders)},
-        ) from None
+class _StreamQuery(BaseModel):
+    update_id: UpdateId
+    epoch: Epoch | None = None
+    bucket: BucketNumber | None = None
+    call_id: UpdateId | None = None
 
 
-@router.get("/status")
+async def _manifest_body(request: Request, model: type[_Model]) -> _Model:
+    limit = _context(request).config.max_manifest_bytes
+    return await read_json(request, model, limit=limit, within_s=MANIFEST_BODY_S)
+
+
+async def _small_body(request: Request, model: type[_Model]) -> _Model:
+    return await read_json(request, model, limit=SMALL_BODY_BYTES, within_s=SMALL_BODY_S)
+
+
+@router.get("/status", responses=responses(Status, or_503=True))
 async def status(request: Request) -> Response:
     """State, version, progress and last error. 200 while the server serves, else 503 with the same body."""
     return _status_response(_context(request).coordinator.status())
 
 
-@router.get("/manifest")
+@router.get("/manifest", responses=responses(ManifestAnswer))
 async def manifest(request: Request) -> Response:
     """Names, dtypes and shapes of the checkpoint that this server expects."""
     return _json(await _context(request).coordinator.manifest())
 
 
-@router.post("/verify")
+@router.post("/verify", responses=responses(VerifyAnswer), openapi_extra=json_body(VerifyRequest))
 async def verify(request: Request) -> Response:
     """Whether the server still holds what was committed, and whether that is the checkpoint of the body."""
     context = _context(request)
-    body = await _body(request, VerifyRequest, context.config.max_manifest_bytes)
+    body = await _manifest_body(request, VerifyRequest)
     return _json(await context.coordinator.verify(body))
 
 
-@router.post("/begin")
+@router.post("/begin", responses=responses(BeginAnswer), openapi_extra=json_body(BeginRequest))
 async def begin(request: Request) -> Response:
     """Open an update: check it, bring up the data plane, close the gate, drain, open the model."""
     context = _context(request)
-    body = await _body(request, BeginRequest, context.config.max_manifest_bytes)
+    body = await _manifest_body(request, BeginRequest)
     return _json(await context.coordinator.begin(body))
 
 
-@router.post("/stream")
+@router.post(
+    "/stream",
+    responses=responses(StreamAnswer),
+    openapi_extra={**json_body(StreamRequest, **_BUCKET_BODY), "parameters": query(_StreamQuery)},
+)
 async def stream(request: Request) -> Response:
     """Announce a bucket (JSON), or bring it (any other content type: a safetensors file)."""
     context = _context(request)
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == "application/json":
-        body = await _body(request, StreamRequest, context.config.max_manifest_bytes)
+        body = await _manifest_body(request, StreamRequest)
         return _json(await context.coordinator.announce(body))
     where = _stream_query(request)
-    async with _spooled(request, context, where.update_id) as spool:
+    async with _spooled(request, context, where) as spool:
         return _json(
             await context.coordinator.land_body(where.update_id, where.epoch, where.bucket, where.call_id, spool)
         )
-
-
-class _StreamQuery(BaseModel):
-    update_id: str
-    epoch: int | None = None
-    bucket: int | None = None
-    call_id: str | None = None
 
 
 def _stream_query(request: Request) -> _StreamQuery:
@@ -173,48 +164,42 @@ def _stream_query(request: Request) -> _StreamQuery:
 
 
 @asynccontextmanager
-async def _spooled(request: Request, context: ServerContext, update_id: str) -> AsyncIterator[Path]:
-    """Keep a request body in a file in memory for as long as the workers need it. Bytes that arrive renew the lease."""
-    path = context.config.spool_dir / uuid.uuid4().hex
-    limit = context.config.max_bucket_bytes
+async def _spooled(request: Request, context: ServerContext, where: _StreamQuery) -> AsyncIterator[Path]:
+    """Keep a bucket in a file until the workers have landed it; one that does not come in time fails its update."""
+    coordinator = context.coordinator
+    update = context.shared.control().active(where.update_id, where.epoch)  # Else its body is not worth reading.
     try:
-        size = 0
-        renewed = time.monotonic()
-        with path.open("xb") as file:
-            async for chunk in request.stream():
-                size += len(chunk)
-                if time.monotonic() - renewed > _RENEW_S:
-                    context.coordinator.renew_lease(update_id)
-                    renewed = time.monotonic()
-                if size > limit:
-                    raise WeightPushError(
-                        ErrorCode.TOO_LARGE,
-                        f"the bucket is larger than {limit} bytes; send smaller buckets",
-                        details={"limit_bytes": limit},
-                    )
-                file.write(chunk)
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+        async with spooled(
+            request,
+            context.spool,
+            limit=context.config.max_bucket_bytes,
+            within_s=update.deadlines.bucket_s,
+            arriving=lambda: coordinator.renew_lease(where.update_id),
+        ) as path:
+            yield path
+    except WeightPushError as error:
+        if error.code is ErrorCode.SLOW_BODY:
+            await coordinator.lose(update, error)
+        raise
 
 
-@router.post("/finish")
+@router.post("/finish", responses=responses(FinishAnswer), openapi_extra=json_body(FinishRequest))
 async def finish(request: Request) -> Response:
     """Post-process, prove, reset caches, publish the version, serve."""
     context = _context(request)
-    body = await _body(request, FinishRequest, _SMALL_BODY_BYTES)
+    body = await _small_body(request, FinishRequest)
     return _json(await context.coordinator.finish(body))
 
 
-@router.post("/abort")
+@router.post("/abort", responses=responses(Status, or_503=True), openapi_extra=json_body(AbortRequest))
 async def abort(request: Request) -> Response:
     """End the update."""
     context = _context(request)
-    body = await _body(request, AbortRequest, _SMALL_BODY_BYTES)
+    body = await _small_body(request, AbortRequest)
     return _json(await context.coordinator.abort(body))
 
 
-@router.get("/events")
+@router.get("/events", response_class=StreamingResponse, responses=responses(None))
 async def events(request: Request) -> Response:
     """Server-sent events: the status at once, and again whenever it changes."""
     return StreamingResponse(

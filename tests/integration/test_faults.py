@@ -351,7 +351,7 @@ def test_bytes_that_arrive_keep_the_lease(
     server: ServerProcess, checkpoints: Checkpoints, cold_b: dict[str, str]
 ) -> None:
     update = RawUpdate(server, read_tensors(checkpoints.b), version="B", bucket_bytes=10**9)
-    update.begin(deadlines={"lease_s": 1.0, "bucket_s": 1.0}).raise_for_status()
+    update.begin(deadlines={"lease_s": 1.0, "bucket_s": 30.0}).raise_for_status()
     body = update.body(0)
 
     def slowly() -> Iterator[bytes]:

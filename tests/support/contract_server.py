@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -142,6 +143,7 @@ class ContractServer:
         workers: Sequence[ReceiverProcess] = (),
         token: str | None = TOKEN,
         keep_alive_s: int = 5,
+        tls: dict[str, Any] | None = None,
     ) -> None:
         self.manifest = ManifestAnswer(tensors=list(expected), optional=list(optional))
         self.workers = list(workers)
@@ -163,8 +165,10 @@ class ContractServer:
         self._threads = ThreadPoolExecutor(8, "contract-server")
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(self._app(), log_level="error", lifespan="off", timeout_keep_alive=keep_alive_s)
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        config = uvicorn.Config(
+            self._app(), log_level="critical", lifespan="off", timeout_keep_alive=keep_alive_s, **(tls or {})
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
@@ -451,13 +455,15 @@ class ContractServer:
 
 
 class DroppingProxy:
-    """Forwards connections to a port, and closes without an answer where a request line starts with a marked text.
+    """Forwards connections to a port, and breaks off where a request line starts with a marked text.
 
-    ``drop`` maps such a text (``"POST /reload/begin"``) to how many answers it still swallows.
+    ``drop`` maps such a text (``"POST /reload/begin"``) to how many times it still does so. ``how``: ``swallow`` the
+    answer and close, send ``half`` of it and close, or ``reset`` the connection in the middle of the request.
     """
 
-    def __init__(self, port: int, drop: dict[str, int]) -> None:
+    def __init__(self, port: int, drop: dict[str, int], how: str = "swallow") -> None:
         self.drop = drop
+        self._how = how
         self._port = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -483,6 +489,8 @@ class DroppingProxy:
             try:
                 while data := server.recv(65536):
                     if swallow.is_set():
+                        if self._how == "half":
+                            client.sendall(data[: len(data) // 2])
                         client.shutdown(socket.SHUT_RDWR)
                         return
                     client.sendall(data)
@@ -496,6 +504,12 @@ class DroppingProxy:
                     if left > 0 and data.startswith(text.encode()):
                         self.drop[text] = left - 1
                         swallow.set()
+                if swallow.is_set() and self._how == "reset":
+                    server.sendall(data[: len(data) // 2])
+                    # Closing with this option set sends a reset; the other thread closes.
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    server.shutdown(socket.SHUT_RDWR)
+                    return
                 server.sendall(data)
             server.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -53,12 +54,17 @@ class ServerProcess:
         token: str | None = None,
         host: str = "127.0.0.1",
         executor: str | None = "uni",
+        ca_file: Path | None = None,
     ) -> None:
         self.model = model
         self.port = free_port()
         self.token = token
         shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.port}"
+        self.url = f"{'https' if ca_file else 'http'}://{shown}:{self.port}"
+        #: What httpx needs to talk to it: no proxies, and its own CA where it has one.
+        self.how: dict[str, Any] = {"trust_env": False}
+        if ca_file is not None:
+            self.how["verify"] = ssl.create_default_context(cafile=str(ca_file))
         self.log = folder / f"server-{self.port}.log"
         self.fault_file = folder / f"faults-{self.port}.json"
         self._command = [sys.executable, "-m", "weightpush_client", "serve", str(model)]
@@ -97,7 +103,7 @@ class ServerProcess:
             if self._process.poll() is not None:
                 raise RuntimeError(f"the server exited with {self._process.returncode}:\n{self.tail()}")
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/reload/status", trust_env=False, timeout=2).status_code == 200:
+                if httpx.get(f"{self.url}/reload/status", **self.how, timeout=2).status_code == 200:
                     return self
             time.sleep(0.2)
         raise TimeoutError(f"the server was not up after {timeout_s} s:\n{self.tail()}")
@@ -137,11 +143,11 @@ class ServerProcess:
 
     def client(self, timeout_s: float = 60) -> httpx.Client:
         """Return an HTTP client with the control token."""
-        return httpx.Client(base_url=self.url, headers=self.headers(), trust_env=False, timeout=timeout_s)
+        return httpx.Client(base_url=self.url, headers=self.headers(), **self.how, timeout=timeout_s)
 
     def status(self) -> dict[str, Any]:
         """Return the body of ``GET /reload/status``."""
-        status: dict[str, Any] = httpx.get(f"{self.url}/reload/status", trust_env=False, timeout=10).json()
+        status: dict[str, Any] = httpx.get(f"{self.url}/reload/status", **self.how, timeout=10).json()
         return status
 
     def wait_state(self, state: str, timeout_s: float = 30) -> dict[str, Any]:
@@ -157,7 +163,7 @@ class ServerProcess:
         """Ask for a greedy completion."""
         body = {"model": str(self.model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **options}
         body.setdefault("ignore_eos", True)
-        return httpx.post(f"{self.url}/v1/completions", json=body, trust_env=False, timeout=120)
+        return httpx.post(f"{self.url}/v1/completions", json=body, **self.how, timeout=120)
 
     def answer(self, prompt: str = "weights", **options: Any) -> str:
         """Return the text of a greedy completion."""

@@ -1,7 +1,8 @@
 """A trainer process that tests kill: ``python -m support.trainer URL DIR VERSION TRANSPORT PAUSE_AT``.
 
 It pushes a checkpoint in small buckets. Where the progress says ``PAUSE_AT`` (``stream:0`` is after ``begin``,
-``stream:2`` between buckets, ``finish`` before ``finish``; ``none`` is never) it prints ``paused`` and sleeps for ever.
+``stream:2`` between buckets, ``finish`` before ``finish``; ``none`` is never) it prints ``paused`` and sleeps, for ever
+or for ``PAUSE_S`` seconds.
 The lease of the update is ``LEASE_S`` seconds.
 """
 
@@ -20,11 +21,20 @@ BUCKET_BYTES = 40_000
 
 
 def start(
-    url: str, directory: Path, version: str, *, transport: str, pause_at: str, token: str | None, lease_s: float
+    url: str,
+    directory: Path,
+    version: str,
+    *,
+    transport: str,
+    pause_at: str,
+    token: str | None,
+    lease_s: float,
+    pause_s: float = 3600,
 ) -> subprocess.Popen[str]:
     """Start a trainer process; with ``pause_at`` it has reached that point when this returns."""
     tests = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "LEASE_S": str(lease_s), "PYTHONPATH": str(tests)}
+    environment = {**os.environ, "LEASE_S": str(lease_s), "PAUSE_S": str(pause_s)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH")]))
     if token is not None:
         environment["WEIGHTPUSH_CONTROL_TOKEN"] = token
     command = [sys.executable, "-m", "support.trainer", url, str(directory), version, transport, pause_at]
@@ -45,7 +55,7 @@ def main() -> None:
     def pause(progress: PushProgress) -> None:
         if pause_at in (progress.phase.value, f"{progress.phase.value}:{progress.bucket}"):
             print("paused", flush=True)
-            time.sleep(3600)
+            time.sleep(float(os.environ["PAUSE_S"]))
 
     deadlines = Deadlines(lease_s=float(os.environ["LEASE_S"]), bucket_s=20)
     with WeightPusher(url, transport=transport, bucket_bytes=BUCKET_BYTES, deadlines=deadlines) as pusher:

@@ -128,7 +128,7 @@ def test_the_token_from_a_file(
     assert run(*push, "--token-file", secret)[0] == 0
     assert run(*push, "--token", TOKEN)[0] == 0
     code, _, err = run(*push, "--token-file", secret, "--token", "x")
-    assert (code, err.strip()) == (2, "error: give --token or --token-file, not both [invalid_request]")
+    assert (code, err.strip()) == (2, "error: give a token or a token file, not both [invalid_request]")
     assert run(*push, "--token-file", tmp_path / "nowhere")[0] == 2
     secret.write_text(" \n")
     assert "is empty" in run(*push, "--token-file", secret)[2]

@@ -12,6 +12,8 @@ from weightpush_protocol.state import ServerState
 STATUS = {
     "unauthorized": 401,
     "too_large": 413,
+    "slow_body": 408,
+    "too_many_calls": 429,
     "invalid_request": 422,
     "manifest_rejected": 422,
     "layout_unknown": 422,

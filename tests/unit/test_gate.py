@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,18 @@ from starlette.routing import Route
 from unit.test_shared_state import make_update
 from weightpush_protocol.messages import InFlight
 from weightpush_protocol.state import ServerState
-from weightpush_server.gate import Gate, WeightPushMiddleware, is_control_path, is_gated
+from weightpush_server.gate import MAX_CONTROL_CALLS, Gate, WeightPushMiddleware, is_control_path, is_gated
 from weightpush_server.records import ControlRecord
 from weightpush_server.shared_state import SharedState
+from weightpush_server.tokens import TokenFile, write_private
 
 TOKEN = "correct-horse-battery"
 
 
 @dataclass
-class Settings:
-    token: str | None = TOKEN
-
-
-@dataclass
 class Context:
     gate: Gate
-    config: Settings = field(default_factory=Settings)
+    tokens: TokenFile | None
 
 
 class App:
@@ -44,20 +40,24 @@ class App:
         self.shared = SharedState.create(folder / "state", workers=1, control=control)
         self.release = asyncio.Event()
         self.calls = 0
+        self.bodies: list[bytes] = []
         routes = [
             Route("/v1/completions", self.generate, methods=["POST"]),
             Route("/stream", self.stream, methods=["POST"]),
             Route("/v1/models", self.plain),
             Route("/reload/status", self.plain, methods=["GET", "POST"]),
-            Route("/reload/begin", self.plain, methods=["POST"]),
+            Route("/reload/begin", self.generate, methods=["POST"]),
+            Route("/reload/abort", self.plain, methods=["POST"]),
         ]
         self.app = Starlette(routes=routes)
-        self.app.state.weightpush = Context(Gate(self.shared))
+        write_private(folder / "token", TOKEN)
+        self.app.state.weightpush = Context(Gate(self.shared), TokenFile(folder / "token"))
         self.app.add_middleware(WeightPushMiddleware)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://server")
 
     async def generate(self, request: Request) -> PlainTextResponse:
         self.calls += 1
+        self.bodies.append(await request.body())
         if request.query_params.get("wait"):
             await self.release.wait()
         return PlainTextResponse("text")
@@ -155,6 +155,89 @@ async def test_only_a_kept_request_says_both_versions(app: App) -> None:
         assert (await waiting).headers["X-Weight-Version"] == label
 
 
+class Dialogue:
+    """A request whose body comes as the test says, and what was answered."""
+
+    def __init__(self, app: App) -> None:
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.answers: list[dict[str, Any]] = []
+        scope = {
+            **{"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"},
+            **{"query_string": b"", "root_path": "", "headers": [], "http_version": "1.1", "scheme": "http"},
+        }
+
+        async def send(message: Any) -> None:
+            self.answers.append(message)
+
+        self.task = asyncio.ensure_future(app.app(scope, self.messages.get, send))
+
+    def body(self, text: bytes, *, more: bool) -> None:
+        self.messages.put_nowait({"type": "http.request", "body": text, "more_body": more})
+
+    @property
+    def status(self) -> int | None:
+        return self.answers[0]["status"] if self.answers else None
+
+    @property
+    def label(self) -> str | None:
+        return dict(self.answers[0]["headers"]).get(b"x-weight-version", b"").decode() or None
+
+
+async def test_a_request_counts_once_its_body_is_there(app: App) -> None:
+    slow = Dialogue(app)
+    slow.body(b"{", more=True)
+    await asyncio.sleep(0.05)
+    assert (app.shared.in_flight(), app.calls, slow.status) == (0, 0, None)
+    slow.body(b'"prompt": "x"}', more=False)
+    await slow.task
+    assert (app.calls, slow.status, slow.label) == (1, 200, "v0")
+    assert app.bodies == [b'{"prompt": "x"}']
+    assert app.shared.in_flight() == 0
+
+
+async def test_a_body_that_ends_behind_the_closed_gate_is_refused_and_one_after_it_is_of_the_new_version(
+    app: App,
+) -> None:
+    early, late = Dialogue(app), Dialogue(app)
+    for request in (early, late):
+        request.body(b"{", more=True)
+    await asyncio.sleep(0.02)
+    app.set_state(ServerState.UPDATING, update=make_update())
+    early.body(b"}", more=False)
+    await early.task
+    assert (early.status, app.calls) == (503, 0)
+    app.set_state(ServerState.SERVING, weight_version="v1", epoch=1, update=None)
+    late.body(b"}", more=False)
+    await late.task
+    assert (late.status, late.label, app.calls) == (200, "v1", 1)
+
+
+async def test_a_client_that_leaves_in_its_body_leaves_nothing(app: App) -> None:
+    gone = Dialogue(app)
+    gone.body(b"{", more=True)
+    gone.messages.put_nowait({"type": "http.disconnect"})
+    await gone.task
+    assert (gone.answers, app.calls, app.shared.in_flight()) == ([], 0, 0)
+
+
+async def test_control_calls_are_bounded_but_looking_and_aborting_are_not(app: App) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    waiting = [
+        asyncio.create_task(app.client.post("/reload/begin?wait=1", headers=headers)) for _ in range(MAX_CONTROL_CALLS)
+    ]
+    async with asyncio.timeout(5):
+        while app.calls < MAX_CONTROL_CALLS:  # noqa: ASYNC110 - the application rings no bell
+            await asyncio.sleep(0.01)
+    crowded = await app.client.post("/reload/begin", headers=headers)
+    assert (crowded.status_code, crowded.json()["error"]["code"]) == (429, "too_many_calls")
+    assert (await app.client.post("/reload/begin")).status_code == 401
+    assert (await app.client.post("/reload/abort", headers=headers)).status_code == 200
+    assert (await app.client.get("/reload/status")).status_code == 200
+    app.release.set()
+    assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+    assert (await app.client.post("/reload/begin", headers=headers)).status_code == 200
+
+
 @pytest.mark.case("C24", "C25")
 @pytest.mark.parametrize(
     "path",
@@ -185,7 +268,7 @@ async def test_the_status_alone_is_open_and_only_to_read(app: App) -> None:
 
 
 async def test_without_a_token_nothing_is_asked_for(app: App) -> None:
-    app.app.state.weightpush.config = Settings(token=None)
+    app.app.state.weightpush.tokens = None
     assert (await app.client.post("/reload/begin")).status_code == 200
 
 

@@ -53,22 +53,22 @@ def test_our_options_are_read_and_taken_away() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
 def test_loopback_needs_no_token(host: str) -> None:
-    app.check_startable(arguments(host=host), None)
+    app.check_startable(arguments(host=host), authenticated=False)
 
 
 @pytest.mark.case("C24")
 @pytest.mark.parametrize("host", [None, "", "0.0.0.0", "::", "10.0.0.7", "myhost", "localhost.example"])
 def test_any_other_address_needs_a_token(host: str | None) -> None:
     with pytest.raises(app.StartRefusedError, match="without a control token"):
-        app.check_startable(arguments(host=host), None)
-    app.check_startable(arguments(host=host), "token")
+        app.check_startable(arguments(host=host), authenticated=False)
+    app.check_startable(arguments(host=host), authenticated=True)
 
 
 @pytest.mark.case("C25")
 def test_the_development_routes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     with pytest.raises(app.StartRefusedError, match="VLLM_SERVER_DEV_MODE"):
-        app.check_startable(arguments(), "token")
+        app.check_startable(arguments(), authenticated=True)
 
 
 @pytest.mark.parametrize(
@@ -90,23 +90,31 @@ def test_the_development_routes_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_would_bypass_us_is_refused(change: dict[str, Any]) -> None:
     (option,) = change
     with pytest.raises(app.StartRefusedError, match=option.replace("_", "-")):
-        app.check_startable(arguments(**change), "token")
+        app.check_startable(arguments(**change), authenticated=True)
 
 
 def test_the_token_comes_from_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "token"
     file.write_text("from-file\n")
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    assert app._find_token(None, None) == (None, None)
     monkeypatch.setenv(TOKEN_VARIABLE, "from-environment")
-    assert app._read_token(None, None) == "from-environment"
-    assert app._read_token(None, file) == "from-file"
-    assert app._read_token("from-flag", None) == "from-flag"
+    assert app._find_token(None, None) == ("from-environment", None)
+    assert app._find_token(None, file) == (None, file)
+    assert app._find_token("from-flag", None) == ("from-flag", None)
+    monkeypatch.chdir(tmp_path)
+    assert app._find_token(None, Path("token")) == (None, file)
     with pytest.raises(app.StartRefusedError, match="not both"):
-        app._read_token("a", file)
+        app._find_token("a", file)
     with pytest.raises(app.StartRefusedError, match="cannot be read"):
-        app._read_token(None, tmp_path / "missing")
+        app._find_token(None, tmp_path / "missing")
     for bad in ("", "two words", "tab\there", "ümlaut"):
-        with pytest.raises(app.StartRefusedError, match="visible ASCII"):
-            app._read_token(bad, None)
+        with pytest.raises(app.StartRefusedError, match="--control-token is no control token") as refused:
+            app._find_token(bad, None)
+        assert not bad or bad not in str(refused.value)
+        file.write_text(bad)
+        with pytest.raises(app.StartRefusedError, match="--control-token-file"):
+            app._find_token(None, file)
 
 
 def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +126,7 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -
         args = arguments()
         own = app._OwnOptions(
             token="secret",
+            token_file=None,
             weight_version="v0",
             max_bucket_bytes=2**20,
             storage_policy=StoragePolicy.RETAIN,
@@ -126,6 +135,8 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -
         app.prepare(args, own)
         config = ServerConfig.from_environment()
         plugins = os.environ["VLLM_PLUGINS"].split(",")
+        # What children inherit names a file, not its content.
+        assert "secret" not in os.environ.values()
     assert args.middleware == ["user.Middleware", app._MIDDLEWARE]
     assert args.load_format == "weightpush"
     assert args.model_loader_extra_config == {
@@ -136,7 +147,9 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -
     }
     assert (config.storage_policy, config.self_check) == (StoragePolicy.RETAIN, False)
     assert {"weightpush", "weightpush_http"} <= set(plugins)
-    assert config.token == "secret"
+    assert config.token_file is not None
+    assert config.token_file.read_text() == "secret\n"
+    assert os.stat(config.token_file).st_mode & 0o777 == 0o600
     assert "secret" not in repr(config)
     shared = SharedState(config.state_file)
     assert shared.workers == 6

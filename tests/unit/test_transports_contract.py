@@ -93,6 +93,7 @@ def test_buckets_arrive_as_they_were_sent(host: str, world_size: int) -> None:
             )
 
 
+@pytest.mark.case("C71")
 def test_the_host_name_of_this_machine_need_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     with peers(1) as workers, opened("127.0.0.1", workers) as sender:
@@ -132,7 +133,7 @@ def test_a_missing_worker_is_named() -> None:
         sender = CollectiveSender("gloo", host="127.0.0.1", world_size=4)
         worker.call("receiver", "r", sender.config, 2)
         ticket = worker.start("open", "r", OPEN_S)
-        while not sender._rendezvous._require().entries.check(["joined/2"]):
+        while not sender._rendezvous._require().check(["joined/2"]):
             time.sleep(0.01)
         error = Call(sender.open, 0.3).failure(ErrorCode.RENDEZVOUS_FAILED, SOON_S)
         assert "worker ranks 1, 3 did not join within 0.3 s at 127.0.0.1:" in error.message
@@ -149,7 +150,7 @@ def test_a_rank_that_joins_twice_is_refused() -> None:
         sender = CollectiveSender("gloo", host="127.0.0.1", world_size=3)
         first.call("receiver", "r", sender.config, 1)
         first.start("open", "r", OPEN_S)
-        while not sender._rendezvous._require().entries.check(["joined/1"]):
+        while not sender._rendezvous._require().check(["joined/1"]):
             time.sleep(0.01)
         second.call("receiver", "r", sender.config, 1)
         with pytest.raises(WeightPushError, match="worker rank 1 joined twice"):

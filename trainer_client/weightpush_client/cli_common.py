@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
+from weightpush_client.access import ControlToken, Tls
 from weightpush_client.report import PushError
-from weightpush_client.urls import control_token
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 
 FAILED_EXIT: Final = 1
@@ -37,40 +37,28 @@ CaFileOption = Annotated[
 ]
 
 
-def read_token(token: str | None, token_file: Path | None) -> str | None:
+ClientCertOption = Annotated[
+    Path | None,
+    typer.Option("--client-cert", metavar="FILE", help="Certificate and key (PEM) to show a server that asks for one."),
+]
+
+
+def read_token(token: str | None, token_file: Path | None) -> ControlToken:
     """Return the control token of the options, else the environment's.
 
     Raises:
         WeightPushError: ``invalid_request``: both options, an unreadable or an empty file.
     """
-    if token is not None and token_file is not None:
-        raise _usage("give --token or --token-file, not both")
-    if token_file is None:
-        return control_token(token)
-    try:
-        found = control_token(token_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _usage(f"cannot read the token file {token_file}: {error}") from error
-    if found is None:
-        raise _usage(f"the token file {token_file} is empty")
-    return found
+    return ControlToken(token, token_file)
 
 
-def verify_of(ca_file: Path | None) -> bool | str:
-    """Return httpx's ``verify`` for ``--ca-file``.
+def verify_of(ca_file: Path | None, client_cert: Path | None = None) -> Tls:
+    """Return whom ``--ca-file`` says to trust, and what ``--client-cert`` shows.
 
     Raises:
         WeightPushError: ``invalid_request``: no such file.
     """
-    if ca_file is None:
-        return True
-    if not ca_file.is_file():
-        raise _usage(f"there is no CA file {ca_file}")
-    return str(ca_file)
-
-
-def _usage(message: str) -> WeightPushError:
-    return WeightPushError(ErrorCode.INVALID_REQUEST, message)
+    return Tls(True if ca_file is None else ca_file, client_cert)
 
 
 def exit_code(error: WeightPushError) -> int:

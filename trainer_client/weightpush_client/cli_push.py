@@ -12,13 +12,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from weightpush_client.cli_common import (
     CaFileOption,
+    ClientCertOption,
     TokenFileOption,
     TokenOption,
-    read_token,
     readable_errors,
     stderr,
     stdout,
-    verify_of,
 )
 from weightpush_client.pusher import WeightPusher
 from weightpush_client.report import ProgressCallback, PushProgress
@@ -51,6 +50,7 @@ def push(
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,
+    client_cert: ClientCertOption = None,
     data_host: Annotated[
         str | None,
         typer.Option(metavar="HOST", help="Address of this machine that the servers shall use (nccl, gloo)."),
@@ -91,7 +91,8 @@ def push(
         )
         pusher = WeightPusher(
             url,
-            token=read_token(token, token_file),
+            token=token,
+            token_file=token_file,
             transport=transport,
             mode=mode,
             in_flight=in_flight,
@@ -99,7 +100,8 @@ def push(
             bucket_bytes=int(bucket_mb * 2**20),
             digest=DigestKind.NONE if no_digest else DigestKind.WP64,
             partial=partial,
-            verify=verify_of(ca_file),
+            verify=True if ca_file is None else ca_file,
+            client_cert=client_cert,
             data_host=data_host,
         )
         with pusher, _progress_bar(quiet) as progress:

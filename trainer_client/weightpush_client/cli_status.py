@@ -10,10 +10,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
+from weightpush_client.access import ControlToken, Tls
 from weightpush_client.cli_common import (
     FAILED_EXIT,
     UNREACHABLE_EXIT,
     CaFileOption,
+    ClientCertOption,
     TokenFileOption,
     TokenOption,
     read_token,
@@ -34,6 +36,7 @@ def status(
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,
+    client_cert: ClientCertOption = None,
 ) -> None:
     """Show what servers serve, and whether they do. No token needed.
 
@@ -45,7 +48,7 @@ def status(
     """
     with readable_errors():
         urls = normalise_urls(url)
-        with _fleet(urls, read_token(token, token_file), verify_of(ca_file)) as fleet:
+        with _fleet(urls, read_token(token, token_file), verify_of(ca_file, client_cert)) as fleet:
             results = fleet.call_to_the_end(lambda _, server: server.status())
         for result in results:
             if not isinstance(result, Status | PushError):
@@ -70,6 +73,7 @@ def abort(
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,
+    client_cert: ClientCertOption = None,
 ) -> None:
     """End the update that runs on a server.
 
@@ -80,7 +84,7 @@ def abort(
     """
     with (
         readable_errors(),
-        _fleet((normalise_url(url),), read_token(token, token_file), verify_of(ca_file)) as fleet,
+        _fleet((normalise_url(url),), read_token(token, token_file), verify_of(ca_file, client_cert)) as fleet,
     ):
         update = fleet.call(lambda _, server: server.status())[0].update
         if update is None:
@@ -92,7 +96,7 @@ def abort(
 
 
 @contextmanager
-def _fleet(urls: Sequence[str], token: str | None, verify: bool | str) -> Iterator[Fleet]:
+def _fleet(urls: Sequence[str], token: ControlToken, verify: Tls) -> Iterator[Fleet]:
     fleet = Fleet(urls, token=token, trust_env=False, verify=verify)
     try:
         yield fleet

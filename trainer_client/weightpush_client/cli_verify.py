@@ -13,6 +13,7 @@ from weightpush_client.align import Outgoing, align
 from weightpush_client.cli_common import (
     FAILED_EXIT,
     CaFileOption,
+    ClientCertOption,
     TokenFileOption,
     TokenOption,
     read_token,
@@ -49,6 +50,7 @@ def verify(
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,
+    client_cert: ClientCertOption = None,
 ) -> None:
     """Check that a server still holds what was committed, and with --against that this is a checkpoint of yours.
 
@@ -62,7 +64,10 @@ def verify(
     with readable_errors():
         source = open_source(against) if against is not None else None
         fleet = Fleet(
-            (normalise_url(url),), token=read_token(token, token_file), trust_env=False, verify=verify_of(ca_file)
+            (normalise_url(url),),
+            token=read_token(token, token_file),
+            trust_env=False,
+            verify=verify_of(ca_file, client_cert),
         )
         try:
             request = VerifyRequest()

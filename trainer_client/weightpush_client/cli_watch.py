@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from weightpush_client.cli_common import (
     FAILED_EXIT,
     CaFileOption,
+    ClientCertOption,
     TokenFileOption,
     TokenOption,
     read_token,
@@ -43,6 +44,7 @@ def watch(
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,
+    client_cert: ClientCertOption = None,
 ) -> None:
     """Follow a server's updates with a progress bar. Ends on Ctrl-C. Needs the control token.
 
@@ -53,7 +55,7 @@ def watch(
     Exit code 2 if the server cannot be reached.
     """
     with readable_errors():
-        api = ServerApi(normalise_url(url), token=read_token(token, token_file), verify=verify_of(ca_file))
+        api = ServerApi(normalise_url(url), token=read_token(token, token_file), verify=verify_of(ca_file, client_cert))
         try:
             committed = asyncio.run(_watch(api, once=once))
         except KeyboardInterrupt:

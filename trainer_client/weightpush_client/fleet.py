@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from weightpush_client.access import ControlToken, Tls
 from weightpush_client.http import ServerApi
 from weightpush_client.loop import CallScope, LoopThread
 
@@ -19,7 +20,7 @@ class Fleet:
     A call is given as a function of ``(index, server)``; results come in the order of the servers.
     """
 
-    def __init__(self, urls: Sequence[str], *, token: str | None, trust_env: bool, verify: bool | str) -> None:
+    def __init__(self, urls: Sequence[str], *, token: ControlToken, trust_env: bool, verify: Tls) -> None:
         self.servers = tuple(ServerApi(url, token=token, trust_env=trust_env, verify=verify) for url in urls)
         self._loop = LoopThread()
 

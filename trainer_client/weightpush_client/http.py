@@ -7,6 +7,7 @@ before the answer for idempotent calls. A call that took too long is never repea
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import AsyncIterator, Callable
 from typing import Final, TypeVar
@@ -14,7 +15,9 @@ from typing import Final, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from weightpush_client.access import ControlToken, Tls, explain_tls
 from weightpush_client.report import PushError
+from weightpush_client.urls import is_loopback
 from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.errors import ErrorBody, ErrorCode, ErrorDetail
 from weightpush_protocol.messages import (
@@ -50,6 +53,17 @@ _MAX_ANSWER_BYTES = 256 * 2**20
 _MAX_REFUSAL_BYTES = 2**20
 _QUOTED_CHARACTERS = 500
 _PROXY_STATUS = frozenset({502, 503, 504})
+_HINTS: Final = dict.fromkeys((404, 405), "; is it a weightpush server (`weightpush serve`)?")
+
+#: What every client asks for first.
+_FIRST_PATH: Final = "/reload/status"
+_CLOSED_HINTS: Final = {
+    False: "; does this port speak TLS? Then write https://",
+    True: "; does the server want a client certificate that it trusts (client_cert=, --client-cert)?",
+}
+_logger = logging.getLogger("weightpush")
+#: Servers that were warned of already.
+_warned: set[str] = set()
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
@@ -57,17 +71,18 @@ AnswerT = TypeVar("AnswerT", bound=BaseModel)
 class ServerApi:
     """The ``/reload`` routes of one server. Belongs to one event loop.
 
-    ``verify``: True for the system's certificates, or the path of a CA file. ``trust_env``: use the proxies that the
-    environment names.
+    ``trust_env``: use the proxies that the environment names. A call that is refused for its token is sent once more
+    if the token's file holds another one by now. Redirects are not followed: they could carry the token elsewhere.
     """
 
-    def __init__(self, url: str, *, token: str | None, trust_env: bool = False, verify: bool | str = True) -> None:
+    def __init__(self, url: str, *, token: ControlToken, trust_env: bool = False, verify: Tls) -> None:
         self.url = url
+        self._token = token
         headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "weightpush"}
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
-        # Loading the certificates takes tens of milliseconds; a plain connection needs none.
-        context = _tls_context(verify) if trust_env or url.startswith("https") else False
+        # A plain connection needs no certificates.
+        context = verify.context if trust_env or url.startswith("https") else False
+        if token.value is not None:
+            _warn_if_readable(url)
 
         def client(keepalive: int) -> httpx.AsyncClient:
             limits = httpx.Limits(max_keepalive_connections=keepalive, keepalive_expiry=_KEEPALIVE_S)
@@ -149,11 +164,20 @@ class ServerApi:
             PushError: the server refused, or cannot be reached.
             httpx.HTTPError: the stream broke, or was silent for ``SILENCE_S`` seconds.
         """
-        request = self._client.build_request("GET", "/reload/events", headers={"Accept": "text/event-stream"})
-        request.extensions["timeout"] = {"connect": _CONNECT_S, "read": SILENCE_S}
+
+        async def connect() -> httpx.Response:
+            headers = {"Accept": "text/event-stream", **self._credentials()}
+            request = self._client.build_request("GET", "/reload/events", headers=headers)
+            request.extensions["timeout"] = {"connect": _CONNECT_S, "read": SILENCE_S}
+            return await self._client.send(request, stream=True)
+
+        used = self._token.value
         try:
-            response = await self._client.send(request, stream=True)
-        except httpx.HTTPError as error:
+            response = await connect()
+            if response.status_code == 401 and self._token.renewed(used):
+                await response.aclose()
+                response = await connect()
+        except (httpx.HTTPError, ssl.SSLError) as error:
             raise self._broken("GET", "/reload/events", error) from error
         try:
             if response.status_code != 200:
@@ -184,20 +208,29 @@ class ServerApi:
         def request() -> httpx.Request:
             if stream is not None:
                 headers = {"Content-Type": "application/octet-stream", "Content-Length": str(length)}
+                headers |= self._credentials()
                 return client.build_request(method, path, params=params, content=stream(), headers=headers)
             content = None if body is None else body.model_dump_json().encode()
             headers = {} if body is None else {"Content-Type": "application/json"}
-            return client.build_request(method, path, content=content, headers=headers)
+            return client.build_request(method, path, content=content, headers=headers | self._credentials())
 
         try:
             # One limit over all attempts and every byte of the answer, however slowly it drips in.
             async with asyncio.timeout(timeout_s):
+                used = self._token.value
                 status, text = await self._attempts(client, request, idempotent=stream is None)
+                # Whoever was refused has done nothing yet, so this repeats nothing.
+                if status == 401 and self._token.renewed(used):
+                    status, text = await self._attempts(client, request, idempotent=stream is None)
         except TimeoutError:
             raise self._error(ErrorCode.UNREACHABLE, f"no answer to {method} {path} within {timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as error:
             raise self._broken(method, path, error) from error
         return self._parse(method, path, answer, status, text, accept_503=accept_503)
+
+    def _credentials(self) -> dict[str, str]:
+        token = self._token.value
+        return {} if token is None else {"Authorization": f"Bearer {token}"}
 
     async def _attempts(
         self, client: httpx.AsyncClient, request: Callable[[], httpx.Request], *, idempotent: bool
@@ -205,8 +238,9 @@ class ServerApi:
         for pause in _BACKOFF_S:
             try:
                 return await self._attempt(client, request())
-            except httpx.ConnectError:
-                pass
+            except httpx.ConnectError as error:
+                if explain_tls(error, self.url) is not None:
+                    raise
             except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
                 if not idempotent:
                     raise
@@ -246,7 +280,9 @@ class ServerApi:
             detail = ErrorBody.model_validate_json(text).error
         except ValidationError:
             code = ErrorCode.UNREACHABLE if status in _PROXY_STATUS else ErrorCode.PROTOCOL_ERROR
-            hint = "; is it a weightpush server (`weightpush serve`)?" if status in {404, 405} else ""
+            hint = _HINTS.get(status, "")
+            if 300 <= status < 400:
+                hint = "; redirects are not followed, since the token would go along: give the server's own address"
             return self._error(
                 code, f"{method} {path} was answered {status} without a reason of the server: {_quote(text)}{hint}"
             )
@@ -263,10 +299,15 @@ class ServerApi:
 
     def _broken(self, method: str, path: str, error: Exception) -> PushError:
         reason = _reason(error)
+        if (explained := explain_tls(error, self.url)) is not None:
+            return self._error(ErrorCode.UNREACHABLE, f"cannot connect: {explained}")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError):
             return self._error(ErrorCode.UNREACHABLE, f"cannot connect ({reason}); is the server up?")
         disconnected = isinstance(error, httpx.NetworkError) or "disconnected" in str(error)
         code = ErrorCode.UNREACHABLE if disconnected else ErrorCode.PROTOCOL_ERROR
+        if path == _FIRST_PATH and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+            # All that a client sees of a TLS alert, where it sees one at all.
+            reason += _CLOSED_HINTS[self.url.startswith("https")]
         return self._error(code, f"{method} {path} got no answer: {reason}")
 
     def _error(self, code: ErrorCode, message: str) -> PushError:
@@ -309,12 +350,14 @@ def _cause_of(failed: ErrorDetail) -> ErrorDetail:
     return cause.model_copy(update={"update_id": failed.update_id, "state": failed.state})
 
 
-def _tls_context(verify: bool | str) -> ssl.SSLContext:
-    if verify is True:
-        return ssl.create_default_context()
-    if verify is False:
-        raise ValueError("certificates are always verified: give the path of a CA file for a private one")
-    return ssl.create_default_context(cafile=verify)
+def _warn_if_readable(url: str) -> None:
+    if url.startswith("http:") and not is_loopback(url) and url not in _warned:
+        _warned.add(url)
+        _logger.warning(
+            "the control token goes to %s unencrypted: whoever can read the network can replace the weights; start the "
+            "server with --ssl-certfile and --ssl-keyfile and write https://, or keep to a trusted network",
+            url,
+        )
 
 
 def _quote(text: bytes) -> str:

@@ -7,12 +7,14 @@ import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 
 import torch
 from pydantic import ValidationError
 
+from weightpush_client.access import ControlToken, Tls
 from weightpush_client.align import Outgoing, agreed_manifest, align, check_tied
 from weightpush_client.fleet import Fleet
 from weightpush_client.report import (
@@ -28,7 +30,7 @@ from weightpush_client.sources import Weights, WeightSource, open_source
 from weightpush_client.stream import Buffers
 from weightpush_client.transport import TRANSPORTS, choose_transport, make_sender
 from weightpush_client.update import Update
-from weightpush_client.urls import control_token, normalise_urls
+from weightpush_client.urls import normalise_urls
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES, Manifest, build_manifest
 from weightpush_protocol.messages import (
@@ -58,7 +60,9 @@ class WeightPusher:
 
     Args:
         urls: address of each server: ``http://host:port``, ``host:port`` or ``[::1]:8000``.
-        token: control token of the servers; from the environment's ``WEIGHTPUSH_CONTROL_TOKEN`` where it is None.
+        token: control token of the servers; from ``token_file`` or the environment's ``WEIGHTPUSH_CONTROL_TOKEN`` where
+            it is None.
+        token_file: file whose first line is the token; read again when a server refuses the token.
         transport: ``nccl``, ``gloo``, ``http``, or ``auto``: nccl where the weights lie on a GPU and all workers have
             it, else gloo where all workers have it, else http.
         mode: ``direct`` writes into the live model; ``staged`` (old weights serve while bytes arrive) is part of the
@@ -70,7 +74,9 @@ class WeightPusher:
         partial: pushes may leave out tensors, which then stay as they are. A server refuses where it cannot keep them
             exactly: start it with ``--storage-policy retain`` to leave out any. Otherwise pushes must be complete.
         trust_env: use the proxies that the environment names.
-        verify: True for the system's certificates, or the path of a CA file.
+        verify: True for the system's certificates (or those of the environment's ``WEIGHTPUSH_CA_FILE``), or the path
+            of a CA file, for ``https``.
+        client_cert: PEM file with the client's certificate and key (or a pair of files), for servers that ask for one.
         device: where buckets are gathered for ``nccl``; the device of the weights where it is None.
         data_host: address under which the servers reach this process for ``nccl`` and ``gloo``; found from the route to
             them where it is None. Must be an address of this machine: behind NAT use ``http``.
@@ -84,6 +90,7 @@ class WeightPusher:
         urls: str | Iterable[str],
         *,
         token: str | None = None,
+        token_file: str | Path | None = None,
         transport: str = "auto",
         mode: UpdateMode | str = UpdateMode.DIRECT,
         in_flight: InFlight | str = InFlight.WAIT,
@@ -92,13 +99,13 @@ class WeightPusher:
         digest: DigestKind | str = DigestKind.WP64,
         partial: bool = False,
         trust_env: bool = False,
-        verify: bool | str = True,
+        verify: bool | str | Path = True,
+        client_cert: str | Path | tuple[str | Path, str | Path] | None = None,
         device: torch.device | str | None = None,
         data_host: str | None = None,
     ) -> None:
         with _as_push_error(), _arguments_checked():
             self._urls = normalise_urls(urls)
-            key = control_token(token)
             self._mode = UpdateMode(mode)
             self._in_flight = InFlight(in_flight)
             self._digest = DigestKind(digest)
@@ -114,7 +121,9 @@ class WeightPusher:
             self._bucket_bytes = bucket_bytes
             self._device = None if device is None else torch.device(device)
             self._data_host = data_host
-            self._fleet = Fleet(self._urls, token=key, trust_env=trust_env, verify=verify)
+            self._fleet = Fleet(
+                self._urls, token=ControlToken(token, token_file), trust_env=trust_env, verify=Tls(verify, client_cert)
+            )
         self._buffers = Buffers()
         self._pushing = threading.Lock()
         self._stop = weakref.finalize(self, self._fleet.stop)

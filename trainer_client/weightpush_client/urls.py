@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Iterable
@@ -53,6 +54,17 @@ def normalise_urls(urls: str | Iterable[str]) -> tuple[str, ...]:
     if len(set(normal)) != len(normal):
         raise _invalid(f"a server is named twice: {', '.join(normal)}")
     return normal
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a server address in normal form is of this machine itself."""
+    host = urlsplit(url).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def control_token(token: str | None) -> str | None:

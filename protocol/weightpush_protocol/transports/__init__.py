@@ -5,9 +5,10 @@
     base.py         TransportConfig, Sender, Receiver, check_available
     collective.py   gloo and nccl: broadcast of buckets in a process group of our own
       rendezvous.py   how its processes find each other, bounded and cancellable
+      keyed_store.py  the store that they meet in, open to holders of the update's key
       cancellable.py  leave calls that block without a limit
       groups.py       the process group of each backend: make it, wait for an operation, abort it
-      sockets.py      addresses, listening sockets, and cutting connections from outside
+      sockets.py      addresses, listening sockets, and connections of this process
     http.py         the bucket as a safetensors file, the body of a request
 
 Everything that a transport raises is a :class:`~weightpush_protocol.errors.WeightPushError`; a wrong argument of the

@@ -16,13 +16,11 @@ from typing import Final, Literal, NoReturn
 
 import torch
 
-# The names that torch.distributed passes on, from where they are typed.
-from torch._C._distributed_c10d import PrefixStore
-
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.transports import groups, rendezvous, sockets
 from weightpush_protocol.transports.base import TransportConfig, check_available
 from weightpush_protocol.transports.cancellable import Cancelled, run_cancellable
+from weightpush_protocol.transports.keyed_store import KeyedStore
 
 CollectiveName = Literal["gloo", "nccl"]
 
@@ -47,7 +45,7 @@ class _Endpoint(ABC):
         self._group: groups.Group | None = None
 
     @abstractmethod
-    def _meet(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[PrefixStore, str]:
+    def _meet(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[KeyedStore, str]:
         """Wait for the others; return the group's store and this process's address."""
 
     @abstractmethod
@@ -104,14 +102,14 @@ class _Endpoint(ABC):
         # the store that rank 0 may close.
         try:
             group.learn_peers(self._confirm_formed(store, group.local_ends, self._cancel, deadline))
-        except (Cancelled, WeightPushError, RuntimeError):
+        except (Cancelled, WeightPushError, groups.GroupError, RuntimeError):
             group.close()
             raise
         return group
 
     @abstractmethod
     def _confirm_formed(
-        self, store: PrefixStore, ends: list[str], cancel: threading.Event, deadline: float
+        self, store: KeyedStore, ends: list[str], cancel: threading.Event, deadline: float
     ) -> dict[str, int]:
         """Wait until all have formed the group; return the rank behind each end of a connection."""
 
@@ -215,11 +213,11 @@ class CollectiveSender(_Endpoint):
     def _who(self) -> str:
         return f"{self._backend} sender"
 
-    def _meet(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[PrefixStore, str]:
+    def _meet(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[KeyedStore, str]:
         return self._rendezvous.gather(cancel, deadline, timeout_s)
 
     def _confirm_formed(
-        self, store: PrefixStore, ends: list[str], cancel: threading.Event, deadline: float
+        self, store: KeyedStore, ends: list[str], cancel: threading.Event, deadline: float
     ) -> dict[str, int]:
         return self._rendezvous.confirm_formed(store, ends, cancel, deadline)
 
@@ -277,11 +275,11 @@ class CollectiveReceiver(_Endpoint):
     def _who(self) -> str:
         return f"{self._backend} receiver of worker rank {self._rank}"
 
-    def _meet(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[PrefixStore, str]:
+    def _meet(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[KeyedStore, str]:
         return self._rendezvous.join(cancel, deadline, timeout_s)
 
     def _confirm_formed(
-        self, store: PrefixStore, ends: list[str], cancel: threading.Event, deadline: float
+        self, store: KeyedStore, ends: list[str], cancel: threading.Event, deadline: float
     ) -> dict[str, int]:
         return self._rendezvous.confirm_formed(store, ends, cancel, deadline)
 
@@ -289,7 +287,7 @@ class CollectiveReceiver(_Endpoint):
         self._rendezvous.cut()
 
     def _release(self) -> None:
-        return
+        self._rendezvous.close()
 
     def receive(self, number: int, buffer: torch.Tensor, timeout_s: float) -> None:
         """Fill ``buffer``, as long as the bucket, with bucket ``number``.

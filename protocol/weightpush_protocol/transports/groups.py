@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 # The names that torch.distributed passes on, from where they are typed.
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Work
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, Work
 
 from weightpush_protocol.transports import sockets
 
@@ -50,7 +50,7 @@ class Group(Protocol):
     local_ends: list[str]
 
     def learn_peers(self, ranks: dict[str, int]) -> None:
-        """Take the rank behind each remote end, to name it in errors."""
+        """Take the rank behind each remote end, to name it in errors. Raises :class:`GroupError` for a stranger's."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, deadline: float) -> None:
@@ -71,19 +71,21 @@ class Group(Protocol):
 
 
 def form_group(
-    backend: str, store: PrefixStore, address: str, rank: int, size: int, device: torch.device, timeout_s: float
+    backend: str, store: Store, address: str, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> Group:
     """Form the group with all its processes, which do the same at the same time.
 
-    ``address`` is this process's address for the others (Gloo; NCCL chooses its own interfaces).
+    ``address`` is this process's address for the others (Gloo; NCCL chooses its own interfaces). ``store`` must live as
+    long as the group.
 
     Raises:
         GroupError: the others did not connect within ``timeout_s`` seconds.
     """
+    prefixed = PrefixStore("group", store)
     try:
         if backend == "nccl":
-            return NcclGroup(store, rank, size, device, timeout_s)
-        return GlooGroup(store, address, rank, size, timeout_s)
+            return NcclGroup(prefixed, rank, size, device, timeout_s)
+        return GlooGroup(prefixed, address, rank, size, timeout_s)
     except RuntimeError as error:
         raise GroupError(
             f"the {backend} group of {size} processes did not form: {brief(error)}", _kind(error)
@@ -130,8 +132,13 @@ class GlooGroup:
         self._ranks: dict[str, int] = {}
 
     def learn_peers(self, ranks: dict[str, int]) -> None:
-        """See :class:`Group`."""
+        """See :class:`Group`. Gloo itself takes whoever connects first; the others have said from where they did."""
         self._ranks.update(ranks)
+        for connection in self._connections:
+            with suppress(OSError):  # One that is gone by now belongs to nobody; the next operation says so.
+                remote = _end(connection.getpeername())
+                if remote not in ranks:
+                    raise GroupError(f"{remote} connected, which is no process of this update", "Stranger")
 
     def _is_ours(self, connection: socket.socket) -> bool:
         try:

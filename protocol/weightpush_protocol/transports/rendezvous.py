@@ -3,46 +3,44 @@
 ::
 
     sender                                         receivers
-    hosts the store, sets ``here``
-                                                   connect, find ``here`` (else: wrong key or port)
+    hosts the store
+                                                   connect, show that they know the key
                                                    claim their rank, set ``joined/<rank>`` to their address
     polls until all ranks joined
-    sets ``go``                     ───►           poll for ``go``
+    sets ``verdict`` to "go"        ───►           wait for the verdict
                  then, and only then, all build the process group
                                                    set ``formed/<rank>``
-    polls for all, sets ``formed``  ───►           poll for ``formed``; all are open
-    gives up: sets ``stop``         ───►           fail at once with the sender's reason
+    polls for all, sets ``formed``  ───►           wait for ``formed``; all are open
+    gives up: ``verdict`` says why  ───►           fail at once with the sender's reason
                                     ◄───           give up: set ``left``
 
-The constructors of process groups block and cannot be cancelled, so nobody enters one before all have joined. The store
-is a ``TCPStore`` of this transport alone. Its calls have no time limit of their own when a peer is frozen, which is why
-its users make them in a thread that they can leave (:mod:`.cancellable`).
+The constructors of process groups block and cannot be cancelled, so nobody enters one before all have joined. Entries
+lie in a store of this transport alone, which only holders of the update's key can open (:mod:`.keyed_store`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
 from typing import Final
-
-# The names that torch.distributed passes on, from where they are typed.
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.transports import sockets
 from weightpush_protocol.transports.cancellable import Cancelled
+from weightpush_protocol.transports.keyed_store import (
+    WAIT_SLICE_S,
+    GuestStore,
+    HostedStore,
+    KeyedStore,
+    WrongKeyError,
+)
 
 _POLL_S: Final = 0.02
 _CONNECT_S: Final = 5.0
-
-
-def key_prefix(key: str) -> str:
-    """Return the namespace of a key's entries. The key itself never becomes a store key, which error texts may show."""
-    return "weightpush/" + hashlib.sha256(b"weightpush rendezvous " + key.lower().encode()).hexdigest()
+_VERDICT: Final = "verdict"
+_GO: Final = "go"
 
 
 def ranks_text(ranks: list[int]) -> str:
@@ -59,22 +57,10 @@ def failed(message: str, error: BaseException | None = None, **details: object) 
     return WeightPushError(ErrorCode.RENDEZVOUS_FAILED, message, details=details)
 
 
-class _Store:
-    """Entries of one rendezvous under the prefix of its key."""
-
-    def __init__(self, store: TCPStore, prefix: str) -> None:
-        self.raw = store
-        self.entries = PrefixStore(prefix, store)
-
-    def set(self, name: str, value: str) -> None:
-        self.entries.set(name, value)
-
-    def get(self, name: str) -> str | None:
-        # `get` on a missing entry would wait for it.
-        return bytes(self.entries.get(name)).decode() if self.entries.check([name]) else None
-
-    def namespace(self, name: str) -> PrefixStore:
-        return PrefixStore(name, self.entries)
+def _text(store: KeyedStore, name: str, within_s: float = 0.0) -> str | None:
+    """Return an entry as text, or None where it is missing."""
+    value = store.find(name, within_s)
+    return None if value is None else value.decode("utf-8", "replace")
 
 
 class RendezvousServer:
@@ -93,22 +79,10 @@ class RendezvousServer:
             raise failed(
                 f"cannot listen on {host!r} for workers: {error}; give an address of this machine", error, host=host
             ) from error
-        self._bound: sockets.Endpoint = listener.getsockname()[:2]
-        self.port = self._bound[1]
-        local = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(self._bound[0], self._bound[0])
-        store = TCPStore(
-            local,
-            self.port,
-            None,
-            True,
-            timedelta(seconds=_CONNECT_S),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        self._store: _Store | None = _Store(store, key_prefix(key))
-        self._store.set("here", "1")
+        self.port = int(listener.getsockname()[1])
+        self._store: HostedStore | None = HostedStore(listener, key, _CONNECT_S)
 
-    def gather(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[PrefixStore, str]:
+    def gather(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[KeyedStore, str]:
         """Wait for all workers, let them go, and return the group's store and the sender's address for them.
 
         Raises:
@@ -118,22 +92,24 @@ class RendezvousServer:
         store = self._require()
         ranks = list(range(1, self.world_size))
         try:
-            while not store.entries.check([f"joined/{rank}" for rank in ranks]):
+            while not store.check([f"joined/{rank}" for rank in ranks]):
                 self._check_left(store)
                 if time.monotonic() >= deadline:
                     raise self._missing(store, timeout_s)
                 if cancel.wait(_POLL_S):
                     raise Cancelled("aborted")
         except (Cancelled, WeightPushError) as error:
-            store.set("stop", error.message if isinstance(error, WeightPushError) else "the trainer aborted")
+            store.set(_VERDICT, error.message if isinstance(error, WeightPushError) else "the trainer aborted")
             raise
         # A name may resolve differently here; workers have said from where they come.
-        address = self.host if sockets.is_address(self.host) else sockets.pick_host(store.get("joined/1") or self.host)
-        store.set("go", "1")
-        return store.namespace("group"), address
+        address = (
+            self.host if sockets.is_address(self.host) else sockets.pick_host(_text(store, "joined/1") or self.host)
+        )
+        store.set(_VERDICT, _GO)
+        return store, address
 
     def confirm_formed(
-        self, group_store: PrefixStore, ends: list[str], cancel: threading.Event, deadline: float
+        self, store: KeyedStore, ends: list[str], cancel: threading.Event, deadline: float
     ) -> dict[str, int]:
         """Wait until all workers report that they formed the group, and let them know.
 
@@ -144,19 +120,19 @@ class RendezvousServer:
             Cancelled: ``cancel`` was set.
         """
         names = [f"formed/{rank}" for rank in range(1, self.world_size)]
-        while not group_store.check(names):
+        while not store.check(names):
             if time.monotonic() >= deadline:
-                absent = [rank for rank, name in enumerate(names, 1) if not group_store.check([name])]
+                absent = [rank for rank, name in enumerate(names, 1) if not store.check([name])]
                 raise failed(f"{ranks_text(absent)} joined, but did not form the group in time", missing_ranks=absent)
             if cancel.wait(_POLL_S / 4):
                 raise Cancelled("aborted")
         ranks = dict.fromkeys(ends, 0)
         for rank, name in enumerate(names, 1):
-            ranks.update(dict.fromkeys(bytes(group_store.get(name)).decode().split(), rank))
-        group_store.set("formed", " ".join(f"{end}={rank}" for end, rank in ranks.items()))
+            ranks.update(dict.fromkeys(bytes(store.get(name)).decode().split(), rank))
+        store.set("formed", " ".join(f"{end}={rank}" for end, rank in ranks.items()))
         return ranks
 
-    def _missing(self, store: _Store, timeout_s: float) -> WeightPushError:
+    def _missing(self, store: KeyedStore, timeout_s: float) -> WeightPushError:
         absent = self._absent(store)
         return failed(
             f"{ranks_text(absent)} did not join within {timeout_s:g} s at {_at(self.host, self.port)}; "
@@ -166,8 +142,8 @@ class RendezvousServer:
             port=self.port,
         )
 
-    def _check_left(self, store: _Store) -> None:
-        reason = store.get("left")
+    def _check_left(self, store: KeyedStore) -> None:
+        reason = _text(store, "left")
         if reason is None:
             return
         absent = self._absent(store)
@@ -175,26 +151,24 @@ class RendezvousServer:
             reason = f"{ranks_text(absent)} did not join: {reason}"
         raise failed(reason, missing_ranks=absent, host=self.host, port=self.port)
 
-    def _absent(self, store: _Store) -> list[int]:
-        return [rank for rank in range(1, self.world_size) if not store.entries.check([f"joined/{rank}"])]
+    def _absent(self, store: KeyedStore) -> list[int]:
+        return [rank for rank in range(1, self.world_size) if not store.check([f"joined/{rank}"])]
 
-    def _require(self) -> _Store:
+    def _require(self) -> KeyedStore:
         if self._store is None:
             raise RuntimeError("this rendezvous is closed")
         return self._store
 
     def cut(self) -> None:
-        """Cut the connections of the store."""
-        address, port = self._bound
-        wildcard = address in ("::", "0.0.0.0")
-
-        def ours(end: sockets.Endpoint) -> bool:
-            return end[1] == port and (wildcard or end[0] == address)
-
-        sockets.cut_where(lambda local, remote: ours(local) or ours(remote))
+        """From any thread: end the connections of the store."""
+        store = self._store
+        if store is not None:
+            store.cut()
 
     def close(self) -> None:
         """Stop hosting the store."""
+        if self._store is not None:
+            self._store.close()
         self._store = None
 
 
@@ -205,57 +179,55 @@ class RendezvousClient:
         self.host = host
         self.port = port
         self.rank = rank
-        self._prefix = key_prefix(key)
-        self._remote: sockets.Endpoint | None = None
+        self._key = key
+        self._store: GuestStore | None = None
 
     @property
     def at(self) -> str:
         """Where the rendezvous is, for messages."""
         return _at(self.host, self.port)
 
-    def join(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[PrefixStore, str]:
+    def join(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[KeyedStore, str]:
         """Join, wait until all have, and return the group's store and this worker's address for the others.
 
         Raises:
             WeightPushError: ``rendezvous_failed``: unreachable, wrong key, rank taken, or the sender gave up.
             Cancelled: ``cancel`` was set.
         """
+        connected_by = min(deadline, time.monotonic() + _CONNECT_S)
         try:
-            address, remote = sockets.probe(
-                self.host, self.port, min(deadline, time.monotonic() + _CONNECT_S), cancel.is_set
-            )
+            connection = sockets.connect(self.host, self.port, connected_by, cancel.is_set)
         except InterruptedError:
             raise Cancelled("aborted") from None
         except OSError as error:
             raise self._unreachable(error) from error
-        self._remote = (remote.removeprefix("::ffff:"), self.port)
+        address = str(connection.getsockname()[0])
         try:
-            return self._join(remote, address, cancel, deadline, timeout_s)
+            # The host has the first word, and may be slow.
+            self._store = GuestStore(connection, self._key, deadline=connected_by, timeout_s=_CONNECT_S)
+            return self._join(self._store, address, cancel, deadline, timeout_s), address
+        except WrongKeyError as error:
+            raise failed(
+                f"the rendezvous at {self.at} does not know this update's key; "
+                "is another trainer listening there, or is the update an old one?",
+                error,
+                host=self.host,
+                port=self.port,
+            ) from error
         except RuntimeError as error:
             raise self._lost(error, cancel) from error
 
     def _join(
-        self, remote: str, address: str, cancel: threading.Event, deadline: float, timeout_s: float
-    ) -> tuple[PrefixStore, str]:
-        left = timedelta(seconds=max(0.1, min(_CONNECT_S, deadline - time.monotonic())))
-        raw = TCPStore(remote, self.port, None, False, left, wait_for_workers=False)
-        store = _Store(raw, self._prefix)
-        if store.get("here") is None:
-            raise failed(
-                f"the rendezvous at {self.at} does not know this update's key; "
-                "is another trainer listening there, or is the update an old one?",
-                host=self.host,
-                port=self.port,
-            )
-        if store.entries.add(f"claim/{self.rank}", 1) > 1:
+        self, store: KeyedStore, address: str, cancel: threading.Event, deadline: float, timeout_s: float
+    ) -> KeyedStore:
+        if store.add(f"claim/{self.rank}", 1) > 1:
             raise failed(
                 f"worker rank {self.rank} joined twice at {self.at}; check rank_offset of the servers", rank=self.rank
             )
         store.set(f"joined/{self.rank}", address)
-        while store.get("go") is None:
-            stopped = store.get("stop")
-            if stopped is not None:
-                raise failed(stopped)
+        while (verdict := _text(store, _VERDICT, WAIT_SLICE_S)) != _GO:
+            if verdict is not None:
+                raise failed(verdict)
             if cancel.is_set():
                 with suppress(RuntimeError):
                     store.set("left", f"worker rank {self.rank} gave up waiting at {self.at}")
@@ -267,21 +239,20 @@ class RendezvousClient:
                     host=self.host,
                     port=self.port,
                 )
-            time.sleep(_POLL_S)
-        return store.namespace("group"), address
+        return store
 
     def confirm_formed(
-        self, group_store: PrefixStore, ends: list[str], cancel: threading.Event, deadline: float
+        self, store: KeyedStore, ends: list[str], cancel: threading.Event, deadline: float
     ) -> dict[str, int]:
         """Report that this worker formed the group, and wait until all have; see :class:`RendezvousServer`."""
         try:
-            group_store.set(f"formed/{self.rank}", " ".join(ends))
-            while not group_store.check(["formed"]):
+            store.set(f"formed/{self.rank}", " ".join(ends))
+            while (formed := _text(store, "formed", WAIT_SLICE_S)) is None:
                 if time.monotonic() >= deadline:
                     raise failed(f"worker rank {self.rank} formed the group, but not all others did in time")
-                if cancel.wait(_POLL_S / 4):
+                if cancel.is_set():
                     raise Cancelled("aborted")
-            pairs = bytes(group_store.get("formed")).decode().split()
+            pairs = formed.split()
         except RuntimeError as error:
             raise self._lost(error, cancel) from error
         return {end: int(rank) for end, _, rank in (pair.rpartition("=") for pair in pairs)}
@@ -311,9 +282,16 @@ class RendezvousClient:
         )
 
     def cut(self) -> None:
-        """Cut the connections to the store."""
-        if self._remote is not None:
-            sockets.cut_where(lambda _local, remote: remote == self._remote)
+        """From any thread: end the connection to the store."""
+        store = self._store
+        if store is not None:
+            store.cut()
+
+    def close(self) -> None:
+        """Leave the store."""
+        if self._store is not None:
+            self._store.close()
+        self._store = None
 
 
 def _at(host: str, port: int) -> str:

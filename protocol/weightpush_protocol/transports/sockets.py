@@ -1,4 +1,4 @@
-"""Addresses and sockets below the collective transports: find, bind, probe, and cut connections from outside."""
+"""Addresses and sockets below the collective transports: find, bind, connect, and cut connections from outside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Final
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
@@ -95,8 +95,8 @@ def listen(host: str) -> socket.socket:
     raise problem or OSError(f"cannot listen on {host!r}")
 
 
-def probe(host: str, port: int, deadline: float, cancelled: Callable[[], bool]) -> tuple[str, str]:
-    """Connect once and return the local and the remote address of that route.
+def connect(host: str, port: int, deadline: float, cancelled: Callable[[], bool]) -> socket.socket:
+    """Connect and return the socket, in blocking mode.
 
     Raises:
         OSError: refused, unreachable, unresolvable, or not answered before ``deadline`` (``time.monotonic()``).
@@ -104,17 +104,18 @@ def probe(host: str, port: int, deadline: float, cancelled: Callable[[], bool]) 
     """
     problem: OSError | None = None
     for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        with closing(socket.socket(family, kind, proto)) as client:
+        client = socket.socket(family, kind, proto)
+        try:
             client.setblocking(False)
-            number = client.connect_ex(address)
-            try:
-                _finish_connect(client, number, deadline, cancelled)
-            except InterruptedError:
-                raise
-            except OSError as error:
-                problem = error
-            else:
-                return str(client.getsockname()[0]), str(client.getpeername()[0])
+            _finish_connect(client, client.connect_ex(address), deadline, cancelled)
+            client.setblocking(True)
+            return client
+        except InterruptedError:
+            client.close()
+            raise
+        except OSError as error:
+            client.close()
+            problem = error
     raise problem or OSError(f"{host!r} has no address")
 
 
@@ -181,19 +182,6 @@ def cut(connection: socket.socket) -> None:
     """End a connection in both directions, which ends every pending operation on it with an error."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-
-
-def cut_where(matches: Callable[[Endpoint, Endpoint], bool]) -> None:
-    """Cut every connection of this process for which ``matches(local, remote)`` holds."""
-    for connection in own_connections():
-        with closing(connection), suppress(OSError):
-            if matches(_endpoint(connection.getsockname()), _endpoint(connection.getpeername())):
-                cut(connection)
-
-
-def _endpoint(address: tuple[str, int] | tuple[str, int, int, int]) -> Endpoint:
-    # A dual-stack socket shows IPv4 peers as mapped addresses.
-    return address[0].removeprefix("::ffff:"), address[1]
 
 
 def wire_address(address: tuple[str, int] | tuple[str, int, int, int]) -> bytes:

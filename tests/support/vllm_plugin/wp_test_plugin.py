@@ -33,6 +33,7 @@ def register() -> None:
     _slow_steps()
     if "WP_TEST_FAULT_FILE" in os.environ:
         _inject_faults(Path(os.environ["WP_TEST_FAULT_FILE"]))
+        _list_routes(Path(os.environ["WP_TEST_FAULT_FILE"]).with_suffix(".routes"))
 
 
 def _slow_steps() -> None:
@@ -80,6 +81,41 @@ def _inject_faults(file: Path) -> None:
 
     worker.finish_reload = faulty_finish
     _flip_bits(faults)
+
+
+def _list_routes(file: Path) -> None:
+    """Write every route of the finished application into ``file``: a JSON list of ``[methods, path]``."""
+    from weightpush_server import plugin
+
+    attach, initialise = plugin.WeightPushEndpoints.attach_router, plugin.WeightPushEndpoints.init_state
+    apps: list[Any] = []
+
+    def write() -> None:
+        file.write_text(json.dumps([row for app in apps for row in _rows(app.routes)]))
+
+    def attach_and_note(self: Any, app: Any) -> None:
+        apps.append(app)
+        attach(self, app)
+
+    async def initialise_and_list(self: Any, *args: Any) -> None:
+        await initialise(self, *args)
+        write()
+
+    plugin.WeightPushEndpoints.attach_router = attach_and_note
+    plugin.WeightPushEndpoints.init_state = initialise_and_list
+
+
+def _rows(routes: Any, prefix: str = "") -> list[tuple[list[str], str]]:
+    rows = []
+    for route in routes:
+        path = prefix + getattr(route, "path", "")
+        if getattr(route, "routes", None):
+            rows += _rows(route.routes, path)
+        elif type(route).__name__ == "Mount":
+            rows.append((["MOUNT"], path))
+        else:
+            rows.append((sorted(getattr(route, "methods", None) or ["WEBSOCKET"]), path))
+    return rows
 
 
 def _flip_bits(faults: Callable[[], dict[str, Any]]) -> None:

@@ -1,0 +1,245 @@
+"""Any sequence of calls on the control record, against a model of a few lines that says what must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from unit.test_shared_state import make_update
+from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.messages import InFlight
+from weightpush_protocol.state import IllegalTransitionError, Phase, ServerState
+from weightpush_server.records import ControlRecord, UpdateRecord, build_status
+
+BUCKETS = 3
+IDS = st.sampled_from(["a", "b", "c", "d"])
+CALLS = st.sampled_from([None, "x", "y"])
+#: Update ids are remembered for so many updates.
+REMEMBERED = 8
+
+
+@dataclass
+class Running:
+    """What the model knows of the update that runs."""
+
+    update_id: str
+    epoch: int
+    version: str
+    origin: ServerState
+    keep: bool
+    closed: bool = False
+    written: bool = False
+    buckets: int = 0
+    last_call: str | None = None
+
+
+@dataclass
+class Request:
+    """A request that is being answered, and the version it was promised."""
+
+    epoch: int
+    version: str
+    labels: set[str] = field(default_factory=set)
+
+
+class ControlRecordMachine(RuleBasedStateMachine):
+    """Drives the record as API processes do: each change is a transaction, and one that raises changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = ControlRecord(instance_id="i", weight_version="v0")
+        self.state = ServerState.SERVING
+        self.version = "v0"
+        self.epoch = 0
+        self.running: Running | None = None
+        self.ended: list[tuple[str, bool]] = []
+        self.requests: list[Request] = []
+
+    def change(self, work: Callable[[ControlRecord], object]) -> Exception | None:
+        """Run ``work`` on a copy, through JSON as the shared file does; keep it unless it raises."""
+        draft = ControlRecord.model_validate_json(self.record.model_dump_json())
+        try:
+            work(draft)
+        except (WeightPushError, IllegalTransitionError, RuntimeError) as error:
+            return error
+        self.record = draft
+        return None
+
+    def expect(self, update_id: str, epoch: int | None, error: Exception | None) -> bool:
+        """Check how a call for ``update_id`` ended so far; return whether it is for the update that runs."""
+        if self.running is not None and self.running.update_id == update_id:
+            if epoch is None or epoch == self.running.epoch:
+                return True
+            wanted = ErrorCode.STALE_UPDATE
+        else:
+            committed = dict(self.ended).get(update_id)
+            wanted = ErrorCode.UPDATE_FAILED if committed is False else ErrorCode.STALE_UPDATE
+        assert isinstance(error, WeightPushError)
+        assert error.code is wanted
+        return False
+
+    @rule(update_id=IDS, keep=st.booleans())
+    def begin(self, update_id: str, keep: bool) -> None:
+        known = any(ended == update_id for ended, _ in self.ended)
+        in_flight = InFlight.KEEP if keep else InFlight.WAIT
+
+        def begin(record: ControlRecord) -> None:
+            if record.find_ended(update_id) is not None:
+                record.active(update_id)
+            if record.update is not None:
+                raise WeightPushError(ErrorCode.UPDATE_IN_PROGRESS, "another runs")
+            record.epoch += 1
+            record.update = make_update(
+                update_id=update_id,
+                epoch=record.epoch,
+                origin=record.state,
+                weight_version=f"v{record.epoch}",
+                in_flight=in_flight,
+                buckets_total=BUCKETS,
+            )
+
+        error = self.change(begin)
+        if known:
+            assert isinstance(error, WeightPushError)
+            assert error.code in (ErrorCode.STALE_UPDATE, ErrorCode.UPDATE_FAILED)
+        elif self.running is not None:
+            assert isinstance(error, WeightPushError)
+            assert error.code is ErrorCode.UPDATE_IN_PROGRESS
+        else:
+            assert error is None
+            self.epoch += 1
+            self.running = Running(update_id, self.epoch, f"v{self.epoch}", self.state, keep)
+
+    @rule()
+    def close_gate(self) -> None:
+        error = self.change(ControlRecord.close_gate)
+        if self.running is None or self.running.closed:
+            assert error is not None
+            return
+        assert error is None
+        self.running.closed = True
+        self.state = ServerState.UPDATING
+
+    @precondition(lambda self: self.running is not None and self.running.closed and not self.running.written)
+    @rule()
+    def open_model(self) -> None:
+        def open_model(record: ControlRecord) -> None:
+            update = record.active(self.running_id)
+            update.enter(Phase.OPENING)
+            update.written = True
+            update.enter(Phase.RECEIVING)
+
+        assert self.change(open_model) is None
+        assert self.running is not None
+        self.running.written = True
+
+    @property
+    def running_id(self) -> str:
+        assert self.running is not None
+        return self.running.update_id
+
+    @rule(
+        update_id=IDS,
+        epoch=st.sampled_from([None, 0, 1, 2, 3]),
+        bucket=st.integers(0, BUCKETS),
+        call_id=CALLS,
+        as_body=st.booleans(),
+    )
+    def stream(self, update_id: str, epoch: int | None, bucket: int, call_id: str | None, as_body: bool) -> None:
+        fresh: list[bool] = []
+
+        def stream(record: ControlRecord) -> None:
+            fresh.append(record.active(update_id, epoch).take_bucket(bucket, call_id, as_body=as_body))
+
+        error = self.change(stream)
+        if not self.expect(update_id, epoch, error):
+            return
+        running = self.running
+        assert running is not None
+        if call_id is not None and call_id == running.last_call and bucket == running.buckets - 1:
+            assert (error, fresh) == (None, [False])
+        elif running.written and not as_body and bucket == running.buckets and bucket < BUCKETS:
+            assert (error, fresh) == (None, [True])
+            running.buckets += 1
+            running.last_call = call_id
+        else:
+            assert isinstance(error, WeightPushError)
+            assert error.code is ErrorCode.BUCKET_OUT_OF_ORDER
+
+    @rule(update_id=IDS, epoch=st.sampled_from([None, 0, 1, 2, 3]))
+    def look(self, update_id: str, epoch: int | None) -> None:
+        found: list[UpdateRecord] = []
+        error = self.change(lambda record: found.append(record.active(update_id, epoch)))
+        if self.expect(update_id, epoch, error):
+            assert error is None
+            assert found[0].update_id == update_id
+
+    @rule()
+    def commit(self) -> None:
+        error = self.change(lambda record: record.commit(fingerprint="f" * 64))
+        running = self.running
+        if running is None or not running.closed:
+            assert error is not None
+            return
+        assert error is None
+        self.state, self.version = ServerState.SERVING, running.version
+        self._end(committed=True)
+
+    @rule(details=st.dictionaries(st.text(max_size=5), st.text(max_size=3000), max_size=3), message=st.text())
+    def fail(self, details: dict[str, str], message: str) -> None:
+        error = self.change(lambda r: r.fail(WeightPushError(ErrorCode.ABORTED, message * 50, details=dict(details))))
+        running = self.running
+        if running is None:
+            assert error is not None
+            return
+        assert error is None
+        self.state = ServerState.FAILED if running.written else running.origin
+        assert self.record.last_error is not None
+        assert self.record.last_error.update_id == running.update_id
+        self._end(committed=False)
+
+    def _end(self, *, committed: bool) -> None:
+        assert self.running is not None
+        self.ended = [*self.ended, (self.running.update_id, committed)][-REMEMBERED:]
+        if committed and not self.running.keep:
+            self.requests.clear()  # None lives through such an update.
+        self.running = None
+
+    @precondition(lambda self: self.record.gate_open)
+    @rule()
+    def request(self) -> None:
+        self.requests.append(Request(self.record.epoch, self.record.weight_version))
+
+    @invariant()
+    def state_and_version_are_those_of_the_model(self) -> None:
+        record = self.record
+        assert (record.state, record.weight_version, record.epoch) == (self.state, self.version, self.epoch)
+        assert (record.update is None) == (self.running is None)
+        assert record.gate_open == (self.state in (ServerState.SERVING, ServerState.STAGING))
+
+    @invariant()
+    def nothing_half_written_is_served(self) -> None:
+        if self.running is not None and self.running.written:
+            assert not self.record.gate_open
+
+    @invariant()
+    def an_answer_is_labelled_with_what_was_promised_or_kept_across(self) -> None:
+        for request in self.requests:
+            label = self.record.label(entered_epoch=request.epoch, entered_version=request.version)
+            assert label.split(", ")[0] == request.version
+            assert label == request.version or label.endswith(f", {self.version}")
+
+    @invariant()
+    def it_fits_its_place_in_the_shared_file(self) -> None:
+        assert len(self.record.model_dump_json().encode()) < 250_000
+        assert build_status(self.record, []).serving == self.record.gate_open
+
+
+ControlRecordMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True
+)
+TestControlRecord = ControlRecordMachine.TestCase
