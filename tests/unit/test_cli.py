@@ -320,9 +320,9 @@ def test_abort(server: ContractServer) -> None:
 
 def test_serve_hands_everything_over_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
-    module = types.ModuleType("weightpush_server.app")
-    module.main = given.append  # type: ignore[attr-defined]  # a module made here has no such attribute yet
-    monkeypatch.setitem(sys.modules, "weightpush_server.app", module)
+    module = types.ModuleType("weightpush_server.supervisor")
+    module.launch = given.append  # type: ignore[attr-defined]  # a module made here has no such attribute yet
+    monkeypatch.setitem(sys.modules, "weightpush_server.supervisor", module)
     for arguments in (
         ["model", "--port", "1", "-tp", "2", "--api-key=x", "--", "--url"],
         ["--help"],

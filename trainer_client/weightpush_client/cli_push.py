@@ -35,9 +35,9 @@ def push(
         str, typer.Option("--version", "-v", metavar="VERSION", help="Weight version to publish, e.g. step-100.")
     ],
     transport: Annotated[str, typer.Option(help="auto, nccl, gloo or http.")] = "auto",
-    mode: Annotated[UpdateMode, typer.Option(help="direct writes into the live model; staged is not built yet.")] = (
-        UpdateMode.DIRECT
-    ),
+    mode: Annotated[
+        UpdateMode, typer.Option(help="direct writes into the live model; staged keeps the old one serving meanwhile.")
+    ] = (UpdateMode.DIRECT),
     in_flight: Annotated[InFlight, typer.Option("--in-flight", help="What becomes of running requests.")] = (
         InFlight.WAIT
     ),
