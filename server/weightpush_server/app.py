@@ -31,7 +31,8 @@ _INNER_FORMATS: Final = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "
 
 _EPILOG: Final = (
     "Takes every option of `vllm serve`. weightpush's own: --control-token-file, --control-token, --weight-version, "
-    "--await-weights, --reload-root, --restart-on-failure, ...; see `weightpush serve --help=weightpush`, or --help=all for everything."
+    "--await-weights, --reload-root, --restart-on-failure and more; see `weightpush serve --help=weightpush`, or "
+    "--help=all for everything."
 )
 
 

@@ -21,6 +21,7 @@ from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.transports.http import LENGTH_BYTES, header_bytes, parse_header
 from weightpush_server.stored import StoredCheckpoint, StoredFile, StoredTensor
 
+_INDEX_SUFFIX: Final = ".safetensors.index.json"
 _MAX_INDEX_BYTES: Final = 64 * 2**20
 #: The kernel's clock for files moves in ticks: a file that was written within the last of them may be written again
 #: without looking any newer. Files must have been left alone for this long, in nanoseconds.
@@ -78,7 +79,7 @@ def resolve_directory(path: str, roots: Sequence[Path]) -> Path:
         _refuse(f"the path {shown} cannot be followed")
     if not _is_below(resolved, roots):
         _refuse(f"the path {shown} does not lead below a --reload-root of this server ({_listed(roots)})")
-    if not resolved.is_dir():
+    if not os.path.isdir(resolved):  # False as well for a name that is too long.
         _refuse(f"the path {shown} is no directory on the server")
     return resolved
 
@@ -113,12 +114,11 @@ class DiskCheckpoint:
 
     def _list(self) -> frozenset[str]:
         """Return the names that can belong to a checkpoint."""
-        return frozenset(
-            name for name in os.listdir(self._folder) if name.endswith((".safetensors", ".safetensors.index.json"))
-        )
+        return frozenset(name for name in os.listdir(self._folder) if name.endswith((".safetensors", _INDEX_SUFFIX)))
 
     def _read(self) -> StoredCheckpoint:
-        present = {name for name in self._names if self._is_file(name)}
+        # An index that cannot be read must not make a checkpoint without one.
+        present = {name for name in self._names if name.endswith(_INDEX_SUFFIX) or self._is_file(name)}
         try:
             chosen = choose_files(present, self._read_index)
             shards = [self._open(name) for name in chosen.files]

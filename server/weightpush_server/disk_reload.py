@@ -69,6 +69,8 @@ class DiskReloads:
         return await self._life.once(("disk", update_id, digest), work)
 
     async def _load(self, update_id: str, digest: str, request: DiskReloadRequest, files: _Files) -> FinishAnswer:
+        limit_s = request.deadlines.commit_s
+
         def make(control: ControlRecord) -> UpdateRecord:
             # Where nothing is served meanwhile, there is nothing to be gained by staging.
             mode = request.mode if control.state is ServerState.SERVING else UpdateMode.DIRECT
@@ -86,25 +88,24 @@ class DiskReloads:
             )
 
         async def find(update: UpdateRecord) -> StoredCheckpoint:
-            limit_s = request.deadlines.commit_s
-            stored = await self._in_thread(update_id, limit_s, files.open)
+            deadline = time.monotonic() + limit_s
+            stored = await self._in_thread(update_id, deadline, files.open)
             if update.mode is UpdateMode.DIRECT:
                 return stored
             # What does not fit this model, or the host's memory, is not worth reading.
             await self._life.rpc(update_id, limit_s, "weightpush_check", update.epoch, _as_begin(request, stored))
-            return await self._in_thread(update_id, limit_s, files.copy)
+            return await self._in_thread(update_id, deadline, files.copy)
 
         async def check() -> None:
-            await self._in_thread(update_id, request.deadlines.commit_s, files.check)
+            await self._in_thread(update_id, time.monotonic() + limit_s, files.check)
 
         # What is read into memory first is checked then, and from there on the disk may change.
         return await self._updates.run(update_id, digest, make, find, before_write=check, after_landing=check)
 
-    async def _in_thread(self, update_id: str, limit_s: float, work: Callable[[], _T]) -> _T:
-        """Let a thread read files, but wait no longer than ``limit_s`` or than the update lasts."""
+    async def _in_thread(self, update_id: str, deadline: float, work: Callable[[], _T]) -> _T:
+        """Let a thread read files, but wait no longer than until ``deadline``, or than the update lasts."""
         reading = asyncio.ensure_future(asyncio.to_thread(work))
         reading.add_done_callback(swallow)
-        deadline = time.monotonic() + limit_s
         while not reading.done():
             await asyncio.wait({reading}, timeout=_LOOK_S)
             if not reading.done():
@@ -112,8 +113,7 @@ class DiskReloads:
                 if time.monotonic() >= deadline:
                     raise WeightPushError(
                         ErrorCode.DEADLINE_EXCEEDED,
-                        f"the checkpoint's files were not read within commit_s = {limit_s:g} s: a slow disk, or one that "
-                        "does not answer",
+                        "the checkpoint's files were not read within commit_s: the disk is slow, or does not answer",
                     )
         return reading.result()
 

@@ -48,7 +48,7 @@ class Keeper:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # The supervisor has blocked them for us.
-        self._server = server = os.posix_spawn(self._command[0], self._command, os.environ)
+        self._server = server = os.posix_spawn(self._command[0], list(self._command), os.environ)
         if self._stop_by is not None:  # The signal came before there was a server to pass it on to.
             os.kill(server, signal.SIGTERM)
         status = self._until_ended(server)

@@ -85,13 +85,13 @@ class Supervisor:
             if self._stop.is_set() or not accepted:  # `--help`, or a wrong command line.
                 return status
             pause_s = self._budget.spend(0.0 if up_since is None else time.time() - up_since)
-            ended = f"the server {describe_exit(status)} without being asked to"
+            ended, budget = f"the server {describe_exit(status)} without being asked to", self._budget
             if pause_s is None:
                 say(f"{ended}; all of it was ended")
                 return status or 1
             say(
-                f"{ended}; restart {self._budget.used} of {self._budget.limit} in {pause_s:g} s. It will await weights: push "
-                "a checkpoint, or POST /reload, before it serves"
+                f"{ended}; restart {budget.used} of {budget.limit} in {pause_s:g} s. It will await weights: "
+                "push a checkpoint, or POST /reload, before it serves"
             )
             if self._stop.wait(pause_s):
                 return status or 1

@@ -78,9 +78,7 @@ class WeightPushWorkerExtension:
         layout = find_layout(state.model)
         if state.served is None:
             state.served = ServedModel(state.model)
-            copy = layout.host_copy if layout is not None else None
-            if copy is not None and state.copies is not None and state.shared.control().state.serving:
-                state.copies.start_with(state.progress.record.weight_version, copy)
+            state.keep_start()
         state.settle_copies()
         if layout is not None:
             # The usual first begin finds its plan ready.

@@ -165,6 +165,15 @@ class WorkerState:
                 self._unfinished.append(unfinished)
             self.update = None
 
+    def keep_start(self) -> None:
+        """Keep the copy that the cold start made, if its weights are served."""
+        layout = find_layout(self.model)
+        if layout is None:
+            return
+        copy, layout.host_copy = layout.host_copy, None
+        if copy is not None and self.copies is not None and self.shared.control().state.serving:
+            self.copies.start_with(self.progress.record.weight_version, copy)
+
     def settle_copies(self) -> None:
         """Keep what the last commit brought, forget what a failed update did, and say so in the shared record."""
         if self.copies is None:

@@ -195,7 +195,7 @@ def test_an_abort_while_the_pause_begins_leaves_a_server_that_answers(
     update.stream_all()
     with ThreadPoolExecutor() as pool:
         running = pool.submit(server.complete, "long", max_tokens=200)
-        time.sleep(0.3)
+        server.wait_running()
         finishing = pool.submit(update.finish)
         while server.status()["state"] != "updating":
             time.sleep(0.002)
@@ -215,7 +215,7 @@ def test_keep_names_both_versions(server: ServerProcess, checkpoints: Checkpoint
     version = server.status()["weight_version"]
     with ThreadPoolExecutor() as pool:
         running = pool.submit(server.complete, "long", max_tokens=200)
-        time.sleep(0.3)
+        server.wait_running()
         update.finish().raise_for_status()
         assert running.result().headers["X-Weight-Version"] == f"{version}, B"
     assert server.complete("x").headers["X-Weight-Version"] == "B"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -185,6 +186,15 @@ class ServerProcess:
                 raise TimeoutError(f"still {status['state']}, not {state}: {status}\n{self.tail()}")
             time.sleep(0.02)
         return status
+
+    def wait_running(self, timeout_s: float = 30) -> None:
+        """Wait until the engine works on a request."""
+        deadline = time.monotonic() + timeout_s
+        with self.client() as client:
+            while not re.search(r"^vllm:num_requests_running\S* [1-9]", client.get("/metrics").text, re.MULTILINE):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no request runs:\n{self.tail()}")
+                time.sleep(0.02)
 
     def complete(self, prompt: str = "weights", *, max_tokens: int = 12, **options: Any) -> httpx.Response:
         """Ask for a greedy completion."""

@@ -61,7 +61,9 @@ def test_reload_roots_are_directories_that_exist(tmp_path: Path) -> None:
     link.symlink_to(tmp_path)
     file = tmp_path / "file"
     file.touch()
-    own = app._take_own_options(parser.parse_args(["--reload-root", str(link), "--reload-root", "/", "--await-weights"]))
+    own = app._take_own_options(
+        parser.parse_args(["--reload-root", str(link), "--reload-root", "/", "--await-weights"])
+    )
     assert (own.await_weights, own.reload_roots) == (True, (tmp_path.resolve(), Path("/")))
     for root, why in ((file, "is no directory"), (tmp_path / "missing", "No such file")):
         with pytest.raises(app.StartRefusedError, match=why):

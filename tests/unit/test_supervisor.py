@@ -194,7 +194,9 @@ def test_a_server_that_ends_by_itself_with_zero_has_failed(supervised: Supervise
 
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_are_passed_on_and_the_servers_status_is_returned(supervised: Supervised, asked: signal.Signals) -> None:
+def test_signals_are_passed_on_and_the_servers_status_is_returned(
+    supervised: Supervised, asked: signal.Signals
+) -> None:
     pids = supervised.start(supervisor.RESTART_OPTION, "3").pids()
     os.kill(pids["supervisor"], asked)
     status, said = supervised.wait()

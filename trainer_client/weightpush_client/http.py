@@ -21,6 +21,7 @@ from weightpush_protocol.messages import (
     AbortRequest,
     BeginAnswer,
     BeginRequest,
+    DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
     ManifestAnswer,
@@ -146,6 +147,13 @@ class ServerApi:
         limits = request.deadlines
         timeout_s = limits.drain_s + 2 * limits.commit_s + STORED_S + SLACK_S
         return await self._call("POST", "/reload/rollback", FinishAnswer, timeout_s, body=request)
+
+    async def load(self, request: DiskReloadRequest) -> FinishAnswer:
+        """Let the server load a checkpoint from its own disk; the answer comes when the new weights serve."""
+        limits = request.deadlines
+        # Reading, checks, landing, and going back if that fails.
+        timeout_s = limits.drain_s + 4 * limits.commit_s + STORED_S + SLACK_S
+        return await self._call("POST", "/reload", FinishAnswer, timeout_s, body=request)
 
     async def abort(self, request: AbortRequest) -> Status:
         """End the update; harmless where it has ended already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 import weakref
@@ -14,7 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from weightpush_client.align import Outgoing, agreed_manifest, align
-from weightpush_client.fleet import Fleet
+from weightpush_client.fleet import Call, Fleet
 from weightpush_client.loop import CallScope
 from weightpush_client.report import (
     PhaseSeconds,
@@ -36,6 +37,7 @@ from weightpush_protocol.messages import (
     BeginRequest,
     Deadlines,
     DigestKind,
+    DiskReloadRequest,
     FinishAnswer,
     InFlight,
     RollbackRequest,
@@ -158,11 +160,39 @@ class WeightPusher:
                 that went back.
         """
         request = RollbackRequest(update_id=uuid.uuid4().hex, in_flight=self._in_flight, deadlines=self._deadlines)
-        results = self._fleet.call_to_the_end(lambda _, server: server.rollback(request))
+        return self._by_themselves(request.update_id or "", lambda _, server: server.rollback(request))
+
+    def push_from_disk(
+        self, path: str | os.PathLike[str], *, weight_version: str, mode: UpdateMode | str = UpdateMode.STAGED
+    ) -> list[FinishAnswer]:
+        """Let every server load the safetensors checkpoint in ``path`` by itself, and return what each then serves.
+
+        ``path`` is absolute and as the servers see it, below a ``--reload-root`` of each; nothing is read here.
+        Whatever the mode of the pusher, files are read into host memory while the old weights serve, unless ``mode``
+        is ``direct``.
+
+        Raises:
+            PushError: why a server refused or failed; ``details["committed"]`` names the servers that serve the new
+                weights.
+        """
+        with _as_push_error(), _arguments_checked():
+            request = DiskReloadRequest(
+                path=os.fspath(path),
+                weight_version=weight_version,
+                mode=UpdateMode(mode),
+                in_flight=self._in_flight,
+                deadlines=self._deadlines,
+                update_id=uuid.uuid4().hex,
+            )
+        return self._by_themselves(request.update_id or "", lambda _, server: server.load(request))
+
+    def _by_themselves(self, update_id: str, call: Call[FinishAnswer]) -> list[FinishAnswer]:
+        """Ask all servers for an update that needs no weights of ours."""
+        results = self._fleet.call_to_the_end(call)
         answers = [result for result in results if isinstance(result, FinishAnswer)]
         if len(answers) < len(results):
             with _as_push_error():
-                raise not_committed(self._fleet, request.update_id or "", results, CallScope())
+                raise not_committed(self._fleet, update_id, results, CallScope())
         return answers
 
     def push(

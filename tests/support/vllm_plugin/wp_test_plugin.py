@@ -6,7 +6,8 @@ It is found through its ``dist-info`` folder, once the folder of this file is on
 * ``WP_TEST_FAULT_FILE``: a file that tests write faults into while the server runs, one JSON object:
   ``{"land_bucket": 3, "error": "text"}`` raises in the worker when it lands the bucket with that number (from 0),
   ``{"land_stored_once": "text"}`` raises when stored tensors have landed, ``{"close": "text"}`` raises in post-load
-  processing, ``{"close_once": "text"}`` the first time only, ``{"slow_land_ms": 200}`` delays every landing,
+  processing, ``{"close_once": "text"}`` the first time only, ``{"slow_land_ms": 200}`` delays every landing
+  of a bucket, ``{"slow_stored_ms": 200}`` that of stored tensors,
   ``{"slow_close_ms": 3000}`` delays post-load processing, ``{"flip": "model.norm.weight"}`` flips a bit of this tensor
   once, at the next step.
 """
@@ -82,6 +83,7 @@ def _inject_faults(file: Path) -> None:
     land = worker_update.WorkerUpdate.land
 
     def faulty_land(self: Any, **options: Any) -> None:
+        time.sleep(faults().get("slow_stored_ms", 0) / 1000)
         land(self, **options)
         once(faults(), "land_stored_once")
 
