@@ -99,7 +99,9 @@ class OpenCheckpoint:
         self._descriptors.append(descriptor)
         size = os.fstat(descriptor).st_size
         for tensor in self.stored.tensors:
-            if tensor.file == index and tensor.offset + tensor.spec.nbytes > size:
+            # An empty tensor may stand behind the end.
+            end = tensor.offset + tensor.spec.nbytes if tensor.spec.nbytes else 0
+            if tensor.file == index and end > size:
                 raise _unreadable(file, f"has {size} bytes, too few for {tensor.spec.name!r}", tensor.spec.name)
         if file.in_memory and size:
             # Private and read-only: a shared mapping would want write access, and would make a file that is missing.

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from support.contract_server import TOKEN, ContractServer
 from weightpush_client import PushPhase, PushProgress, WeightPusher, cli_serve, cli_watch
 from weightpush_client.cli import app
+from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_protocol.messages import Deadlines
@@ -170,6 +171,13 @@ def test_a_push_from_disk_reads_nothing_here(
     assert code == 2
     assert "leave --partial out" in err
     assert server.calls == ["load", "load"]
+    assert first.digests == {}
+
+
+def test_a_push_from_disk_may_be_checked_against_what_lies_here(server: ContractServer, checkpoint: Path) -> None:
+    push = ("push", checkpoint, "--url", server.url, "--version", "v1", "--from-disk", "--check")
+    assert run(*push)[0] == 0
+    assert server.loads[0].digests == {name: tensor_digest(tensor) for name, tensor in WEIGHTS.items()}
 
 
 def test_an_unreachable_server_is_two(checkpoint: Path) -> None:

@@ -407,7 +407,7 @@ def test_a_link_that_is_switched_leads_to_one_checkpoint_or_the_other(root: Path
 
 @pytest.fixture
 def files(root: Path, saved: Path) -> Iterator[_Files]:
-    made = _Files(saved, [root])
+    made = _Files(saved, [root], {})
     yield made
     made.close()
 
@@ -434,16 +434,41 @@ def test_a_change_while_copying_is_never_a_mixture(files: _Files, saved: Path, k
     assert caught.value.code is ErrorCode.FILES_CHANGED
 
 
+@pytest.mark.case("C104")
+def test_files_that_are_not_what_they_should_be_are_refused(root: Path, saved: Path) -> None:
+    """A directory that is half old and half new looks whole, to all who do not know what should be in it."""
+    digests = {name: tensor_digest(tensor) for name, tensor in tensors().items()}
+    replace(saved)
+    for expected, code, named in (
+        (digests, ErrorCode.DIGEST_MISMATCH, "'layer.2' in the files has digest"),
+        ({**digests, "more": "0" * 16}, ErrorCode.CHECKPOINT_DAMAGED, "lack 'more'"),
+    ):
+        for work in (_Files.copy, _Files.verify):
+            files = _Files(saved, [root], expected)
+            with pytest.raises(WeightPushError, match=named) as caught:
+                files.open()
+                work(files)
+            assert caught.value.code is code
+            files.close()
+    write(saved)
+    files = _Files(saved, [root], digests)
+    files.open()
+    files.verify()
+    files.check()
+    assert files.copy().digests == digests
+    files.close()
+
+
 def test_everything_is_let_go(root: Path, saved: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        files = _Files(saved, [root])
+        files = _Files(saved, [root], {})
         files.open()
         files.copy()
         assert len(os.listdir("/proc/self/fd")) > before
         files.close()
         files.close()
-        files = _Files(saved, [root])
+        files = _Files(saved, [root], {})
         files.open()
         files.close()
         with pytest.raises(AssertionError):
