@@ -171,8 +171,9 @@ class _Files:
 
     def _read(self, copy: HostCopy | None) -> None:
         assert self._disk is not None
-        source = OpenCheckpoint(self._disk.stored)
+        source: OpenCheckpoint | None = None
         try:
+            source = OpenCheckpoint(self._disk.stored)
             for tensor in self._disk.stored.tensors:
                 if self._closed.is_set():
                     raise WeightPushError(ErrorCode.ABORTED, "the update was given up while its files were read")
@@ -186,7 +187,8 @@ class _Files:
             self._disk.check_unchanged()  # Says better why a file has ended too early, or is another one.
             raise
         finally:
-            source.close()
+            if source is not None:
+                source.close()
         self._disk.check_unchanged()
 
     def check(self) -> None:
@@ -224,8 +226,8 @@ def check_names(stored: StoredCheckpoint, expected: Mapping[str, str]) -> None:
     if missing:
         raise WeightPushError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"the files lack {missing[0]!r} and {len(missing) - 1} more tensors whose digests came with the request: is "
-            "this the directory, and is it wholly written?",
+            f"the files lack {missing[0]!r}, and {len(missing) - 1} more of the tensors whose digests came with the "
+            "request: is this the directory, and is it wholly written?",
             details={"missing": missing[:NAMED_OFFENDERS], "total": len(missing)},
         )
 

@@ -176,13 +176,15 @@ class WeightPusher:
 
         ``path`` is absolute and as the servers see it, below a ``--reload-root`` of each; nothing of it is read here.
         ``weights``, of any kind that `push` takes, are what it must hold: only their digests travel, and a directory
-        that is not wholly written, or that a server's file system shows as it was before, is refused. Whatever the mode of the pusher, files are read into host memory while the old weights serve, unless ``mode``
-        is ``direct``.
+        that is not wholly written, or that a server's file system shows as it was before, is refused. Whatever the mode
+        of the pusher, files are read into host memory while the old weights serve, unless ``mode`` is ``direct``.
 
         Raises:
             PushError: why a server refused or failed; ``details["committed"]`` names the servers that serve the new
                 weights.
         """
+        with _as_push_error():
+            digests = self._digests(open_source(weights)) if weights is not None else {}
         with _as_push_error(), _arguments_checked():
             request = DiskReloadRequest(
                 path=os.fspath(path),
@@ -190,7 +192,7 @@ class WeightPusher:
                 mode=UpdateMode(mode),
                 in_flight=self._in_flight,
                 deadlines=self._deadlines,
-                digests=self._digests(open_source(weights)) if weights is not None else {},
+                digests=digests,
                 update_id=uuid.uuid4().hex,
             )
         return self._by_themselves(request.update_id or "", lambda _, server: server.load(request))
