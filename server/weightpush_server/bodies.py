@@ -49,6 +49,8 @@ async def read_json(request: Request, model: type[_Model], *, limit: int, within
                     raise _too_large("the body", limit)
     except TimeoutError:
         raise _slow(f"the body did not arrive within {within_s:g} s", len(data)) from None
+    if not data and not any(field.is_required() for field in model.model_fields.values()):
+        return model()  # No body stands for ``{}`` where that is enough.
     try:
         if len(data) <= SMALL_BODY_BYTES:
             return model.model_validate_json(bytes(data))

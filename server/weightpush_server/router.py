@@ -20,10 +20,12 @@ from weightpush_protocol.messages import (
     BeginAnswer,
     BeginRequest,
     BucketNumber,
+    DiskReloadRequest,
     Epoch,
     FinishAnswer,
     FinishRequest,
     ManifestAnswer,
+    RollbackRequest,
     Status,
     StreamAnswer,
     StreamRequest,
@@ -124,7 +126,24 @@ async def begin(request: Request) -> Response:
     """Open an update: check it, bring up the data plane, close the gate, drain, open the model."""
     context = _context(request)
     body = await _manifest_body(request, BeginRequest)
+    check_bucket_sizes(body, context.config.max_bucket_bytes)
     return _json(await context.coordinator.begin(body))
+
+
+def check_bucket_sizes(begin: BeginRequest, limit: int) -> None:
+    """Refuse a plan whose buckets could not be sent: the trainer cuts them, and a body has a limit here.
+
+    Raises:
+        WeightPushError: ``too_large``.
+    """
+    largest = max((bucket.nbytes for bucket in begin.manifest.buckets), default=0)
+    if begin.transport.name == "http" and largest > limit:
+        raise WeightPushError(
+            ErrorCode.TOO_LARGE,
+            f"the plan has a bucket of {largest} bytes, and this server takes bodies of at most {limit}: push with "
+            "smaller buckets (bucket_bytes, --bucket-mb), or start the server with a larger --max-bucket-mb",
+            details={"largest_bytes": largest, "limit_bytes": limit},
+        )
 
 
 @router.post(
@@ -189,6 +208,22 @@ async def finish(request: Request) -> Response:
     context = _context(request)
     body = await _small_body(request, FinishRequest)
     return _json(await context.coordinator.finish(body))
+
+
+@router.post("", responses=responses(FinishAnswer), openapi_extra=json_body(DiskReloadRequest))
+async def load(request: Request) -> Response:
+    """Load a checkpoint directory from below a ``--reload-root``: a whole update in one call."""
+    context = _context(request)
+    body = await _manifest_body(request, DiskReloadRequest)
+    return _json(await context.coordinator.load(body))
+
+
+@router.post("/rollback", responses=responses(FinishAnswer), openapi_extra=json_body(RollbackRequest))
+async def rollback(request: Request) -> Response:
+    """Go back to the weights of before, of which the server keeps a copy."""
+    context = _context(request)
+    body = await _small_body(request, RollbackRequest)
+    return _json(await context.coordinator.rollback(body))
 
 
 @router.post("/abort", responses=responses(Status, or_503=True), openapi_extra=json_body(AbortRequest))

@@ -3,7 +3,7 @@
 It pushes a checkpoint in small buckets. Where the progress says ``PAUSE_AT`` (``stream:0`` is after ``begin``,
 ``stream:2`` between buckets, ``finish`` before ``finish``; ``none`` is never) it prints ``paused`` and sleeps, for ever
 or for ``PAUSE_S`` seconds.
-The lease of the update is ``LEASE_S`` seconds.
+The lease of the update is ``LEASE_S`` seconds, its mode ``MODE``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def start(
     token: str | None,
     lease_s: float,
     pause_s: float = 3600,
+    mode: str = "direct",
 ) -> subprocess.Popen[str]:
     """Start a trainer process; with ``pause_at`` it has reached that point when this returns."""
     tests = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "LEASE_S": str(lease_s), "PAUSE_S": str(pause_s)}
+    environment = {**os.environ, "LEASE_S": str(lease_s), "PAUSE_S": str(pause_s), "MODE": mode}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH")]))
     if token is not None:
         environment["WEIGHTPUSH_CONTROL_TOKEN"] = token
@@ -58,7 +59,8 @@ def main() -> None:
             time.sleep(float(os.environ["PAUSE_S"]))
 
     deadlines = Deadlines(lease_s=float(os.environ["LEASE_S"]), bucket_s=20)
-    with WeightPusher(url, transport=transport, bucket_bytes=BUCKET_BYTES, deadlines=deadlines) as pusher:
+    mode = os.environ["MODE"]
+    with WeightPusher(url, transport=transport, mode=mode, bucket_bytes=BUCKET_BYTES, deadlines=deadlines) as pusher:
         print(pusher.push(directory, weight_version=version, progress=pause), flush=True)
 
 

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from support.contract_server import TOKEN, ContractServer
 from weightpush_client import PushPhase, PushProgress, WeightPusher, cli_serve, cli_watch
 from weightpush_client.cli import app
+from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_protocol.messages import Deadlines
@@ -62,7 +63,7 @@ def dead_url() -> str:
 # help
 
 
-@pytest.mark.parametrize("command", [(), ("push",), ("status",), ("watch",), ("verify",), ("abort",)])
+@pytest.mark.parametrize("command", [(), ("push",), ("status",), ("watch",), ("verify",), ("abort",), ("rollback",)])
 def test_help_shows_an_example(command: tuple[str, ...]) -> None:
     code, out, _ = run(*command, "--help")
     assert code == 0
@@ -72,7 +73,7 @@ def test_help_shows_an_example(command: tuple[str, ...]) -> None:
 
 def test_the_overview_names_every_command() -> None:
     _, out, _ = run("--help")
-    for command in ("serve", "push", "status", "watch", "verify", "abort"):
+    for command in ("serve", "push", "rollback", "status", "watch", "verify", "abort"):
         assert f"\n  {command} " in out
     assert "Exit codes" in out
 
@@ -151,6 +152,32 @@ def test_a_push_of_nothing_fails_before_any_server_is_asked(server: ContractServ
     assert code == 1
     assert "holds no .safetensors file" in err
     assert server.calls == []
+
+
+def test_a_push_from_disk_reads_nothing_here(
+    server: ContractServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    push = ("push", "sub/../there", "--url", server.url, "--version", "v1", "--from-disk")
+    code, out, err = run(*push, "--in-flight", "keep", "--drain-timeout", "3")
+    assert (code, err) == (0, "")
+    assert f"{server.url} loaded v1 from {tmp_path}/there: 1 tensors" in out
+    assert run(*push, "--mode", "direct", "--quiet")[:2] == (0, "")
+    first, second = server.loads
+    assert (first.path, first.weight_version, first.mode) == (f"{tmp_path}/there", "v1", "staged")
+    assert (first.in_flight, first.deadlines, second.mode) == ("keep", Deadlines(drain_s=3), "direct")
+    assert first.update_id != second.update_id
+    code, _, err = run(*push, "--partial")
+    assert code == 2
+    assert "leave --partial out" in err
+    assert server.calls == ["load", "load"]
+    assert first.digests == {}
+
+
+def test_a_push_from_disk_may_be_checked_against_what_lies_here(server: ContractServer, checkpoint: Path) -> None:
+    push = ("push", checkpoint, "--url", server.url, "--version", "v1", "--from-disk", "--check")
+    assert run(*push)[0] == 0
+    assert server.loads[0].digests == {name: tensor_digest(tensor) for name, tensor in WEIGHTS.items()}
 
 
 def test_an_unreachable_server_is_two(checkpoint: Path) -> None:
@@ -293,6 +320,18 @@ def test_watch_gives_up(server: ContractServer, monkeypatch: pytest.MonkeyPatch)
     assert "[unauthorized]" in err
 
 
+def test_rollback(server: ContractServer, checkpoint: Path) -> None:
+    code, _, err = run("rollback", server.url)
+    assert code == 1
+    assert "[no_copy]" in err
+    for version in ("v1", "v2"):
+        assert run("push", checkpoint, "--url", server.url, "--version", version, "--mode", "staged")[0] == 0
+    code, out, err = run("rollback", server.url, "--in-flight", "abort")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{server.url} serves v1 again: 4.0 MB, not serving for 0.25 s, fingerprint ffff")
+    assert server.rollbacks[-1].in_flight == "abort"
+
+
 def test_abort(server: ContractServer) -> None:
     code, out, _ = run("abort", server.url)
     assert (code, out) == (0, "no update runs; nothing to abort\n")
@@ -320,9 +359,9 @@ def test_abort(server: ContractServer) -> None:
 
 def test_serve_hands_everything_over_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
-    module = types.ModuleType("weightpush_server.app")
-    module.main = given.append  # type: ignore[attr-defined]  # a module made here has no such attribute yet
-    monkeypatch.setitem(sys.modules, "weightpush_server.app", module)
+    module = types.ModuleType("weightpush_server.supervisor")
+    module.launch = given.append  # type: ignore[attr-defined]  # a module made here has no such attribute yet
+    monkeypatch.setitem(sys.modules, "weightpush_server.supervisor", module)
     for arguments in (
         ["model", "--port", "1", "-tp", "2", "--api-key=x", "--", "--url"],
         ["--help"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 import weakref
@@ -16,7 +17,9 @@ from pydantic import ValidationError
 
 from weightpush_client.access import ControlToken, Tls
 from weightpush_client.align import Outgoing, agreed_manifest, align, check_tied
-from weightpush_client.fleet import Fleet
+from weightpush_client.digests import digests_of
+from weightpush_client.fleet import Call, Fleet
+from weightpush_client.loop import CallScope
 from weightpush_client.report import (
     PhaseSeconds,
     ProgressCallback,
@@ -29,7 +32,7 @@ from weightpush_client.report import (
 from weightpush_client.sources import Weights, WeightSource, open_source
 from weightpush_client.stream import Buffers
 from weightpush_client.transport import TRANSPORTS, choose_transport, make_sender
-from weightpush_client.update import Update
+from weightpush_client.update import Update, not_committed
 from weightpush_client.urls import normalise_urls
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES, Manifest, build_manifest
@@ -37,8 +40,11 @@ from weightpush_protocol.messages import (
     BeginRequest,
     Deadlines,
     DigestKind,
+    DiskReloadRequest,
     FinishAnswer,
     InFlight,
+    ManifestAnswer,
+    RollbackRequest,
     Status,
     UpdateMode,
 )
@@ -65,8 +71,8 @@ class WeightPusher:
         token_file: file whose first line is the token; read again when a server refuses the token.
         transport: ``nccl``, ``gloo``, ``http``, or ``auto``: nccl where the weights lie on a GPU and all workers have
             it, else gloo where all workers have it, else http.
-        mode: ``direct`` writes into the live model; ``staged`` (old weights serve while bytes arrive) is part of the
-            protocol, but servers do not offer it yet.
+        mode: ``direct`` writes into the live model; ``staged`` collects the bytes in the servers' memory while the old
+            weights serve, and pauses for the rest only. It takes a copy of the weights on each server.
         in_flight: what becomes of running requests: ``wait``, ``abort`` or ``keep``.
         deadlines: how long each wait may last, in seconds.
         bucket_bytes: tensors travel in buckets of at most this size. Two of them are held in memory, until `close`.
@@ -154,6 +160,64 @@ class WeightPusher:
         """
         return self._fleet.call(lambda _, server: server.status())
 
+    def rollback(self) -> list[FinishAnswer]:
+        """Let every server go back to the weights that it keeps a copy of, and return what each then serves.
+
+        A failed server goes back to the version that it committed last, a serving one to the version before that.
+        Servers keep copies where they were started with ``--keep-previous``.
+
+        Raises:
+            PushError: ``no_copy`` where a server has none, or why it failed; ``details["committed"]`` names the servers
+                that went back.
+        """
+        request = RollbackRequest(update_id=uuid.uuid4().hex, in_flight=self._in_flight, deadlines=self._deadlines)
+        return self._by_themselves(request.update_id or "", lambda _, server: server.rollback(request))
+
+    def push_from_disk(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weight_version: str,
+        weights: Weights | None = None,
+        mode: UpdateMode | str = UpdateMode.STAGED,
+    ) -> list[FinishAnswer]:
+        """Let every server load the safetensors checkpoint in ``path`` by itself, and return what each then serves.
+
+        ``path`` is absolute and as the servers see it, below a ``--reload-root`` of each; nothing of it is read here.
+        ``weights``, of any kind that `push` takes, are what it must hold: only their digests travel, and a directory
+        that is not wholly written, or that a server's file system shows as it was before, is refused. Whatever the mode
+        of the pusher, files are read into host memory while the old weights serve, unless ``mode`` is ``direct``.
+
+        Raises:
+            PushError: why a server refused or failed; ``details["committed"]`` names the servers that serve the new
+                weights.
+        """
+        with _as_push_error():
+            digests = self._digests(open_source(weights)) if weights is not None else {}
+        with _as_push_error(), _arguments_checked():
+            request = DiskReloadRequest(
+                path=os.fspath(path),
+                weight_version=weight_version,
+                mode=UpdateMode(mode),
+                in_flight=self._in_flight,
+                deadlines=self._deadlines,
+                digests=digests,
+                update_id=uuid.uuid4().hex,
+            )
+        return self._by_themselves(request.update_id or "", lambda _, server: server.load(request))
+
+    def _digests(self, source: WeightSource) -> dict[str, str]:
+        return digests_of(source, align(source, self._expected()))
+
+    def _by_themselves(self, update_id: str, call: Call[FinishAnswer]) -> list[FinishAnswer]:
+        """Ask all servers for an update that needs no weights of ours."""
+        results = self._fleet.call_to_the_end(call)
+        answers = [result for result in results if isinstance(result, FinishAnswer)]
+        if len(answers) < len(results):
+            with _as_push_error():
+                raise not_committed(self._fleet, update_id, results, CallScope())
+        return answers
+
     def push(
         self,
         weights: Weights,
@@ -204,7 +268,7 @@ class WeightPusher:
             update.stream(source, outgoing, device, self._buffers)
             answers = update.finish()
         seconds = perf_counter() - start
-        return self._report(request, name, answers, seconds, update.phase_seconds(check=check_seconds))
+        return self._report(request, name, answers, update.modes, seconds, update.phase_seconds(check=check_seconds))
 
     def _refuse_twice(self, statuses: list[Status]) -> None:
         first: dict[str, str] = {}
@@ -215,11 +279,15 @@ class WeightPusher:
             first[status.instance_id] = url
 
     def _plan(self, source: WeightSource) -> tuple[list[Outgoing], Manifest]:
-        manifests = self._fleet.call(lambda _, server: server.manifest())
-        expected = agreed_manifest(list(zip(self._urls, manifests, strict=True)))
+        expected = self._expected()
         outgoing = align(source, expected)
         check_tied(source, outgoing, expected.tied)
         return outgoing, build_manifest((item.sent for item in outgoing), self._bucket_bytes)
+
+    def _expected(self) -> ManifestAnswer:
+        """Return the checkpoint that all servers expect."""
+        manifests = self._fleet.call(lambda _, server: server.manifest())
+        return agreed_manifest(list(zip(self._urls, manifests, strict=True)))
 
     def _request(self, weight_version: str, manifest: Manifest, partial: bool) -> BeginRequest:
         # The id is the client's, so that a begin whose answer was lost can be repeated, and aborted.
@@ -242,6 +310,7 @@ class WeightPusher:
         request: BeginRequest,
         transport: str,
         answers: list[FinishAnswer],
+        modes: list[UpdateMode],
         seconds: float,
         phases: PhaseSeconds,
     ) -> PushReport:
@@ -254,8 +323,8 @@ class WeightPusher:
             seconds=seconds,
             transport=transport,
             servers=tuple(
-                ServerReport(url, answer.fingerprint, answer.seconds, answer.pause_seconds, answer.bytes)
-                for url, answer in zip(self._urls, answers, strict=True)
+                ServerReport(url, answer.fingerprint, answer.seconds, answer.pause_seconds, answer.bytes, mode)
+                for url, answer, mode in zip(self._urls, answers, modes, strict=True)
             ),
             phases=phases,
         )
