@@ -16,13 +16,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from weightpush_protocol.messages import INITIAL_VERSION, WeightVersion
 from weightpush_protocol.state import ServerState
-from weightpush_server.config import DEFAULT_MAX_BUCKET_BYTES, TOKEN_VARIABLE, ServerConfig, StoragePolicy
+from weightpush_server.config import DEFAULT_MAX_BUCKET_BYTES, ServerConfig, StoragePolicy
 from weightpush_server.plugin import ENDPOINT_PLUGIN, GENERAL_PLUGIN
 from weightpush_server.records import ControlRecord
 from weightpush_server.rundir import VARIABLE, RunDirectory
 from weightpush_server.shared_state import SharedState
 from weightpush_server.supervisor import AWAIT_OPTION, RESTART_OPTION
-from weightpush_server.tokens import TokenFile, parse_tokens, write_private
+from weightpush_server.tokens import TOKEN_VARIABLE, TokenFile, parse_tokens, write_private
 
 _MIDDLEWARE: Final = "weightpush_server.gate.WeightPushMiddleware"
 _EXTENSION: Final = "weightpush_server.worker.WeightPushWorkerExtension"

@@ -11,10 +11,8 @@ from typing import Final
 
 from weightpush_protocol.messages import INITIAL_VERSION
 from weightpush_server.rundir import VARIABLE, RunDirectory
-from weightpush_server.tokens import forget_environment
+from weightpush_server.tokens import TOKEN_VARIABLE, forget_environment
 
-#: The control token, where the user gives it that way. Never handed on: children read a file.
-TOKEN_VARIABLE: Final = "WEIGHTPUSH_CONTROL_TOKEN"
 _TOKEN_FILE: Final = "WEIGHTPUSH_TOKEN_FILE"
 _WEIGHT_VERSION: Final = "WEIGHTPUSH_WEIGHT_VERSION"
 _MAX_BUCKET_BYTES: Final = "WEIGHTPUSH_MAX_BUCKET_BYTES"

@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Final
 
@@ -26,10 +26,22 @@ _PATIENCE_S: Final = 5.0
 
 
 class Keeper:
-    """Starts one server and ends with it. ``supervisor``: a file descriptor that closes when the supervisor dies."""
+    """Starts one server and ends with it. ``supervisor``: a file descriptor that closes when the supervisor dies.
 
-    def __init__(self, command: Sequence[str], *, supervisor: int, directory: RunDirectory, grace_s: float) -> None:
+    ``secrets``: variables for the server's environment alone.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        supervisor: int,
+        directory: RunDirectory,
+        grace_s: float,
+        secrets: Mapping[str, str],
+    ) -> None:
         self._command = command
+        self._secrets = secrets
         self._supervisor = supervisor
         self._directory = directory
         self._grace_s = grace_s
@@ -48,7 +60,7 @@ class Keeper:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # The supervisor has blocked them for us.
-        self._server = server = os.posix_spawn(self._command[0], list(self._command), os.environ)
+        self._server = server = os.posix_spawn(self._command[0], list(self._command), {**os.environ, **self._secrets})
         if self._stop_by is not None:  # The signal came before there was a server to pass it on to.
             os.kill(server, signal.SIGTERM)
         status = self._until_ended(server)

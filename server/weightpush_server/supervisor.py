@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final, NoReturn
@@ -28,6 +28,7 @@ from weightpush_server.processes import (
     session_of,
 )
 from weightpush_server.rundir import VARIABLE, RunDirectory
+from weightpush_server.tokens import TOKEN_VARIABLE, forget_environment
 
 RESTART_OPTION: Final = "--restart-on-failure"
 AWAIT_OPTION: Final = "--await-weights"
@@ -64,13 +65,20 @@ class RestartBudget:
 class Supervisor:
     """Runs servers one after another until one ends as it should, or the budget is used up.
 
-    ``command`` makes the words of a server's command from whether it is a restart. Belongs to a process's main thread.
+    ``command`` makes the words of a server's command from whether it is a restart; ``secrets`` are variables for its
+    environment alone. Belongs to a process's main thread.
     """
 
     def __init__(
-        self, command: Callable[[bool], Sequence[str]], budget: RestartBudget, *, grace_s: float = GRACE_S
+        self,
+        command: Callable[[bool], Sequence[str]],
+        budget: RestartBudget,
+        *,
+        grace_s: float = GRACE_S,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
         self._command = command
+        self._secrets = secrets or {}
         self._budget = budget
         self._grace_s = grace_s
         self._stop = threading.Event()
@@ -120,7 +128,10 @@ class Supervisor:
         pid = os.fork()
         if pid == 0:
             os.close(held)
-            _become_keeper(Keeper(command, supervisor=alive, directory=directory, grace_s=self._grace_s), directory)
+            keeper = Keeper(
+                command, supervisor=alive, directory=directory, grace_s=self._grace_s, secrets=self._secrets
+            )
+            _become_keeper(keeper, directory)
         self._keeper = pid
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if self._stop.is_set():  # The signal came before there was a keeper to pass it on to.
@@ -202,7 +213,9 @@ def main(arguments: Sequence[str]) -> int:
         return [sys.executable, "-m", "weightpush_server", *rest, *added]
 
     grace_s = GRACE_S + (int(draining) if draining.isdecimal() else 0)
-    return Supervisor(command, RestartBudget(restarts), grace_s=grace_s).run()
+    secrets = {TOKEN_VARIABLE: os.environ[TOKEN_VARIABLE]} if TOKEN_VARIABLE in os.environ else {}
+    forget_environment(TOKEN_VARIABLE)
+    return Supervisor(command, RestartBudget(restarts), grace_s=grace_s, secrets=secrets).run()
 
 
 if __name__ == "__main__":

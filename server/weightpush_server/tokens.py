@@ -17,11 +17,13 @@ from typing import Final
 
 from weightpush_server.log import logger
 
+#: The control token, where the user gives it that way. No process of the server keeps it in its environment.
+TOKEN_VARIABLE: Final = "WEIGHTPUSH_CONTROL_TOKEN"
 MAX_TOKENS: Final = 16
 #: Beyond any file that holds tokens, in bytes.
 _MAX_FILE_BYTES: Final = 64 * 1024
 
-_Identity = tuple[int, int, int, int]
+_Identity = tuple[int, int, int, int, int]
 
 
 def parse_tokens(text: str) -> tuple[str, ...]:
@@ -129,4 +131,4 @@ class TokenFile:
 
 
 def _identity(status: os.stat_result) -> _Identity:
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size

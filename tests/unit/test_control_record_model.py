@@ -11,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from unit.test_shared_state import make_update
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import InFlight
+from weightpush_protocol.messages import CopyRole, CopyStatus, InFlight, UpdateMode
 from weightpush_protocol.state import IllegalTransitionError, Phase, ServerState
-from weightpush_server.records import ControlRecord, UpdateRecord, build_status
+from weightpush_server.public_status import build_status
+from weightpush_server.records import ControlRecord, UpdateRecord
 
 BUCKETS = 3
 IDS = st.sampled_from(["a", "b", "c", "d"])
@@ -31,6 +32,9 @@ class Running:
     version: str
     origin: ServerState
     keep: bool
+    staged: bool = False
+    staging: bool = False
+    receiving: bool = False
     closed: bool = False
     written: bool = False
     buckets: int = 0
@@ -82,37 +86,53 @@ class ControlRecordMachine(RuleBasedStateMachine):
         assert error.code is wanted
         return False
 
-    @rule(update_id=IDS, keep=st.booleans())
-    def begin(self, update_id: str, keep: bool) -> None:
+    @rule(update_id=IDS, keep=st.booleans(), staged=st.booleans())
+    def begin(self, update_id: str, keep: bool, staged: bool) -> None:
         known = any(ended == update_id for ended, _ in self.ended)
-        in_flight = InFlight.KEEP if keep else InFlight.WAIT
+        mine: list[bool] = []
 
-        def begin(record: ControlRecord) -> None:
-            if record.find_ended(update_id) is not None:
-                record.active(update_id)
-            if record.update is not None:
-                raise WeightPushError(ErrorCode.UPDATE_IN_PROGRESS, "another runs")
-            record.epoch += 1
-            record.update = make_update(
+        def make(record: ControlRecord) -> UpdateRecord:
+            return make_update(
                 update_id=update_id,
                 epoch=record.epoch,
+                request_digest=update_id,
                 origin=record.state,
                 weight_version=f"v{record.epoch}",
-                in_flight=in_flight,
+                mode=UpdateMode.STAGED if staged else UpdateMode.DIRECT,
+                in_flight=InFlight.KEEP if keep else InFlight.WAIT,
                 buckets_total=BUCKETS,
             )
 
-        error = self.change(begin)
+        error = self.change(lambda record: mine.append(record.reserve(update_id, update_id, make)[0]))
         if known:
             assert isinstance(error, WeightPushError)
             assert error.code in (ErrorCode.STALE_UPDATE, ErrorCode.UPDATE_FAILED)
+        elif self.running is not None and self.running.update_id == update_id:
+            assert (error, mine) == (None, [False])
         elif self.running is not None:
             assert isinstance(error, WeightPushError)
             assert error.code is ErrorCode.UPDATE_IN_PROGRESS
         else:
-            assert error is None
+            assert (error, mine) == (None, [True])
             self.epoch += 1
-            self.running = Running(update_id, self.epoch, f"v{self.epoch}", self.state, keep)
+            self.running = Running(update_id, self.epoch, f"v{self.epoch}", self.state, keep, staged)
+
+    @precondition(lambda self: self.running is not None and self.running.staged)
+    @rule()
+    def stage(self) -> None:
+        def stage(record: ControlRecord) -> None:
+            record.stage()
+            record.active(self.running_id).enter(Phase.RECEIVING)
+
+        error = self.change(stage)
+        running = self.running
+        assert running is not None
+        if running.staging or running.closed or running.origin is not ServerState.SERVING:
+            assert error is not None
+            return
+        assert error is None
+        running.staging = running.receiving = True
+        self.state = ServerState.STAGING
 
     @rule()
     def close_gate(self) -> None:
@@ -127,15 +147,17 @@ class ControlRecordMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running is not None and self.running.closed and not self.running.written)
     @rule()
     def open_model(self) -> None:
+        assert self.running is not None
+        staging = self.running.staging
+
         def open_model(record: ControlRecord) -> None:
             update = record.active(self.running_id)
             update.enter(Phase.OPENING)
             update.written = True
-            update.enter(Phase.RECEIVING)
+            update.enter(Phase.LANDING if staging else Phase.RECEIVING)
 
         assert self.change(open_model) is None
-        assert self.running is not None
-        self.running.written = True
+        self.running.written, self.running.receiving = True, not staging
 
     @property
     def running_id(self) -> str:
@@ -162,7 +184,7 @@ class ControlRecordMachine(RuleBasedStateMachine):
         assert running is not None
         if call_id is not None and call_id == running.last_call and bucket == running.buckets - 1:
             assert (error, fresh) == (None, [False])
-        elif running.written and not as_body and bucket == running.buckets and bucket < BUCKETS:
+        elif running.receiving and not as_body and bucket == running.buckets and bucket < BUCKETS:
             assert (error, fresh) == (None, [True])
             running.buckets += 1
             running.last_call = call_id
@@ -189,9 +211,21 @@ class ControlRecordMachine(RuleBasedStateMachine):
         self.state, self.version = ServerState.SERVING, running.version
         self._end(committed=True)
 
-    @rule(details=st.dictionaries(st.text(max_size=5), st.text(max_size=3000), max_size=3), message=st.text())
-    def fail(self, details: dict[str, str], message: str) -> None:
-        error = self.change(lambda r: r.fail(WeightPushError(ErrorCode.ABORTED, message * 50, details=dict(details))))
+    @rule(
+        details=st.dictionaries(st.text(max_size=5), st.text(max_size=3000), max_size=3),
+        message=st.text(),
+        kept=st.booleans(),
+    )
+    def fail(self, details: dict[str, str], message: str, kept: bool) -> None:
+        copy = CopyStatus(role=CopyRole.SERVED, weight_version=self.version, bytes=1)
+        undoing: list[UpdateRecord | None] = []
+
+        def fail(record: ControlRecord) -> None:
+            failed = record.fail(WeightPushError(ErrorCode.ABORTED, message * 50, details=dict(details)))
+            if kept:
+                undoing.append(record.begin_undoing(failed, copy))
+
+        error = self.change(fail)
         running = self.running
         if running is None:
             assert error is not None
@@ -201,6 +235,13 @@ class ControlRecordMachine(RuleBasedStateMachine):
         assert self.record.last_error is not None
         assert self.record.last_error.update_id == running.update_id
         self._end(committed=False)
+        if kept and running.staged and self.state is ServerState.FAILED:
+            (begun,) = undoing
+            assert begun is not None
+            self.epoch += 1
+            self.running = Running(begun.update_id, self.epoch, self.version, ServerState.FAILED, keep=False)
+        else:
+            assert undoing in ([], [None])
 
     def _end(self, *, committed: bool) -> None:
         assert self.running is not None
@@ -212,7 +253,7 @@ class ControlRecordMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.record.gate_open)
     @rule()
     def request(self) -> None:
-        self.requests.append(Request(self.record.epoch, self.record.weight_version))
+        self.requests.append(Request(self.record.committed_epoch, self.record.weight_version))
 
     @invariant()
     def state_and_version_are_those_of_the_model(self) -> None:
