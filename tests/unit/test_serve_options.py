@@ -11,10 +11,9 @@ import pytest
 
 from weightpush_protocol.state import ServerState
 from weightpush_server import app
-from weightpush_server.config import ServerConfig, StoragePolicy
+from weightpush_server.config import TOKEN_VARIABLE, ServerConfig, StoragePolicy
 from weightpush_server.rundir import RunDirectory
 from weightpush_server.shared_state import SharedState
-from weightpush_server.tokens import TOKEN_VARIABLE
 
 
 def arguments(**changes: Any) -> argparse.Namespace:
