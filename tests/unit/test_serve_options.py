@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,14 @@ def test_the_token_comes_from_one_place(tmp_path: Path, monkeypatch: pytest.Monk
             app._read_token(bad, None)
 
 
-def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def directory() -> Iterator[RunDirectory]:
+    made = RunDirectory.create()
+    yield made
+    made.remove()
+
+
+def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch, directory: RunDirectory) -> None:
     with monkeypatch.context() as patch:
         for name in list(os.environ):
             if name.startswith("WEIGHTPUSH_") or name == "VLLM_PLUGINS":
@@ -150,8 +158,9 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -
             self_check=False,
             await_weights=True,
             reload_roots=(Path("/models"),),
+            keep_previous=True,
+            staging_budget_bytes=3 * 2**20,
         )
-        directory = RunDirectory.create()
         app.prepare(args, own, directory)
         config = ServerConfig.from_environment()
         plugins = os.environ["VLLM_PLUGINS"].split(",")
@@ -162,9 +171,12 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -
         "weightpush_inner_format": "auto",
         "weightpush_storage_policy": "retain",
         "weightpush_self_check": False,
+        "weightpush_keep_copy": True,
+        "weightpush_copy_budget": 3 * 2**20,
     }
     assert (config.storage_policy, config.self_check) == (StoragePolicy.RETAIN, False)
     assert (config.await_weights, config.reload_roots) == (True, (Path("/models"),))
+    assert (config.keep_previous, config.staging_budget_bytes) == (True, 3 * 2**20)
     assert {"weightpush", "weightpush_http"} <= set(plugins)
     assert config.token == "secret"
     assert "secret" not in repr(config)
@@ -173,7 +185,6 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -
     assert shared.control().weight_version == "v0"
     assert shared.control().state is ServerState.AWAITING_WEIGHTS
     assert os.stat(config.state_file.parent).st_mode & 0o777 == 0o700
-    directory.remove()
 
 
 def test_named_plugins_stay_named(monkeypatch: pytest.MonkeyPatch) -> None:
