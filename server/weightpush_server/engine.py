@@ -16,6 +16,8 @@ PauseMode = Literal["abort", "wait", "keep"]
 _T = TypeVar("_T")
 #: How often a pending call looks whether its engine still lives, in seconds.
 _HEARTBEAT_S: Final = 0.2
+#: How long after a call that broke the engine may still turn out to be dead, in seconds.
+_DYING_S: Final = 2.0
 #: How often a bounded call looks whether it is still wanted, in seconds.
 _LOOK_S: Final = 0.05
 
@@ -135,11 +137,19 @@ class Engine:
         except WeightPushError:
             raise
         except Exception as error:
-            if self.dead:
+            if await self._dies():
                 raise self._lost(f"{type(error).__name__}: {error}") from error
             raise
         finally:
             task.cancel()
+
+    async def _dies(self) -> bool:
+        """Whether the engine is dead, or will be in a moment: a call that a dying worker cancels fails before that."""
+        waited = 0.0
+        while not self.dead and waited < _DYING_S:
+            await asyncio.sleep(_HEARTBEAT_S)
+            waited += _HEARTBEAT_S
+        return self.dead
 
     @staticmethod
     def _lost(why: str) -> WeightPushError:

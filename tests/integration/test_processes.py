@@ -89,7 +89,7 @@ def serves(server: ServerProcess, cold: ColdStart) -> None:
 def test_a_server_that_dies_comes_back_and_awaits_weights(
     checkpoints: Checkpoints, cold_start_b: ColdStart, tmp_path: Path
 ) -> None:
-    arguments = ["--restart-on-failure", "2", "--reload-root", str(checkpoints.b.parent)]
+    arguments = ["--restart-on-failure", "2", "--keep-previous", "--reload-root", str(checkpoints.b.parent)]
     with ServerProcess(checkpoints.a, arguments, folder=tmp_path, token=TOKEN) as server:
         instance = server.status()["instance_id"]
         watched = Watched(server)
@@ -119,7 +119,14 @@ def test_a_server_that_dies_comes_back_and_awaits_weights(
         comes_back(server, instance)
         with WeightPusher(server.url, token=TOKEN) as pusher:
             (loaded,) = pusher.push_from_disk(checkpoints.b, weight_version="B")
-        assert loaded.fingerprint == cold_start_b.fingerprint
+            assert loaded.fingerprint == cold_start_b.fingerprint
+            serves(server, cold_start_b)
+            # What came from disk is kept as what was pushed: read into memory while it landed, or before.
+            for version in ("A", "B2", "A2"):
+                checkpoint = checkpoints.b if version == "B2" else checkpoints.a
+                pusher.push_from_disk(checkpoint, weight_version=version)
+            (back,) = pusher.rollback()
+        assert (back.weight_version, back.fingerprint) == ("B2", cold_start_b.fingerprint)
         serves(server, cold_start_b)
 
         watched = Watched(server)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,14 @@ def test_the_token_comes_from_one_place(tmp_path: Path, monkeypatch: pytest.Monk
             app._find_token(None, file)
 
 
-def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def directory() -> Iterator[RunDirectory]:
+    made = RunDirectory.create()
+    yield made
+    made.remove()
+
+
+def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch, directory: RunDirectory) -> None:
     with monkeypatch.context() as patch:
         for name in list(os.environ):
             if name.startswith("WEIGHTPUSH_") or name == "VLLM_PLUGINS":
@@ -159,8 +167,9 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -
             self_check=False,
             await_weights=True,
             reload_roots=(Path("/models"),),
+            keep_previous=True,
+            staging_budget_bytes=3 * 2**20,
         )
-        directory = RunDirectory.create()
         app.prepare(args, own, directory)
         config = ServerConfig.from_environment()
         plugins = os.environ["VLLM_PLUGINS"].split(",")
@@ -173,9 +182,12 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -
         "weightpush_inner_format": "auto",
         "weightpush_storage_policy": "retain",
         "weightpush_self_check": False,
+        "weightpush_keep_copy": True,
+        "weightpush_copy_budget": 3 * 2**20,
     }
     assert (config.storage_policy, config.self_check) == (StoragePolicy.RETAIN, False)
     assert (config.await_weights, config.reload_roots) == (True, (Path("/models"),))
+    assert (config.keep_previous, config.staging_budget_bytes) == (True, 3 * 2**20)
     assert {"weightpush", "weightpush_http"} <= set(plugins)
     assert config.token_file is not None
     assert config.token_file.read_text() == "secret\n"
@@ -186,7 +198,6 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -
     assert shared.control().weight_version == "v0"
     assert shared.control().state is ServerState.AWAITING_WEIGHTS
     assert os.stat(config.state_file.parent).st_mode & 0o777 == 0o700
-    directory.remove()
 
 
 def test_named_plugins_stay_named(monkeypatch: pytest.MonkeyPatch) -> None:
