@@ -17,7 +17,8 @@ from weightpush_server.public_status import build_status
 from weightpush_server.records import ControlRecord, UpdateRecord
 
 BUCKETS = 3
-IDS = st.sampled_from(["a", "b", "c", "d"])
+#: More than are remembered, so that one may come again when it is forgotten.
+IDS = st.sampled_from("abcdefghijkl")
 CALLS = st.sampled_from([None, "x", "y"])
 #: Update ids are remembered for so many updates.
 REMEMBERED = 8
@@ -134,13 +135,21 @@ class ControlRecordMachine(RuleBasedStateMachine):
         running.staging = running.receiving = True
         self.state = ServerState.STAGING
 
+    @precondition(lambda self: self.running is None)
+    @rule()
+    def nothing_runs(self) -> None:
+        error = WeightPushError(ErrorCode.ABORTED, "too late")
+        assert self.change(ControlRecord.close_gate) is not None
+        assert self.change(lambda record: record.commit(fingerprint="f" * 64)) is not None
+        assert self.change(lambda record: record.fail(error)) is not None
+
+    @precondition(lambda self: self.running is not None and not self.running.closed)
     @rule()
     def close_gate(self) -> None:
-        error = self.change(ControlRecord.close_gate)
-        if self.running is None or self.running.closed:
-            assert error is not None
-            return
-        assert error is None
+        assert self.change(lambda record: record.commit(fingerprint="f" * 64)) is not None  # Too early.
+        assert self.change(ControlRecord.close_gate) is None
+        assert self.change(ControlRecord.close_gate) is not None
+        assert self.running is not None
         self.running.closed = True
         self.state = ServerState.UPDATING
 
@@ -172,6 +181,14 @@ class ControlRecordMachine(RuleBasedStateMachine):
         as_body=st.booleans(),
     )
     def stream(self, update_id: str, epoch: int | None, bucket: int, call_id: str | None, as_body: bool) -> None:
+        self._stream(update_id, epoch, bucket, call_id, as_body)
+
+    @precondition(lambda self: self.running is not None and self.running.written)
+    @rule(bucket=st.integers(0, BUCKETS), call_id=CALLS)
+    def stream_on(self, bucket: int, call_id: str | None) -> None:
+        self._stream(self.running_id, None, bucket, call_id, False)
+
+    def _stream(self, update_id: str, epoch: int | None, bucket: int, call_id: str | None, as_body: bool) -> None:
         fresh: list[bool] = []
 
         def stream(record: ControlRecord) -> None:
@@ -200,17 +217,16 @@ class ControlRecordMachine(RuleBasedStateMachine):
             assert error is None
             assert found[0].update_id == update_id
 
+    @precondition(lambda self: self.running is not None and self.running.written)
     @rule()
     def commit(self) -> None:
-        error = self.change(lambda record: record.commit(fingerprint="f" * 64))
         running = self.running
-        if running is None or not running.closed:
-            assert error is not None
-            return
-        assert error is None
+        assert running is not None
+        assert self.change(lambda record: record.commit(fingerprint="f" * 64)) is None
         self.state, self.version = ServerState.SERVING, running.version
         self._end(committed=True)
 
+    @precondition(lambda self: self.running is not None)
     @rule(
         details=st.dictionaries(st.text(max_size=5), st.text(max_size=3000), max_size=3),
         message=st.text(),
@@ -227,9 +243,7 @@ class ControlRecordMachine(RuleBasedStateMachine):
 
         error = self.change(fail)
         running = self.running
-        if running is None:
-            assert error is not None
-            return
+        assert running is not None
         assert error is None
         self.state = ServerState.FAILED if running.written else running.origin
         assert self.record.last_error is not None
