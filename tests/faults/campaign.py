@@ -31,9 +31,9 @@ from faults.traffic import MAX_TOKENS, Traffic
 from faults.trainers import BUCKET_BYTES, Job, Trainer
 from support.raw import RawUpdate, read_tensors
 from support.server import ServerProcess
+from support.tiny import PROMPTS
 
 TOKEN: Final = "fault-campaign-token-0123456789"
-PROMPTS: Final = ("weights", "a much longer prompt that fills several cache blocks " * 3, "x")
 #: Arguments of the servers that take turns: one API process with the worker in the engine; two API processes, an engine
 #: and a worker.
 TOPOLOGIES: Final = ((("--api-server-count", "1"), "uni"), (("--api-server-count", "2"), "mp"))
