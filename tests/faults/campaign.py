@@ -19,6 +19,7 @@ from faults.checks import (
     Wrong,
     check_answer,
     check_flat,
+    check_memory,
     check_outcome,
     check_state,
     letter,
@@ -65,6 +66,7 @@ class Campaign:
         self.report = Report(self.seed)
         self._known: set[str] = set()
         self._samples: list[Usage] = []
+        self._fingerprints: dict[str, str] = {}
         self._starts = 0
         self._pushes = 0
 
@@ -108,7 +110,7 @@ class Campaign:
             server.stop()
             raise
         self._known.add(version)
-        self._samples = []
+        self._samples, self._fingerprints = [], {}
         return server
 
     def _restart(self, shot: Shot) -> None:
@@ -222,9 +224,17 @@ class Campaign:
                 if text != self.pure[letter(status["weight_version"])][PROMPTS[0]]:
                     found = f"{status['weight_version']} answers {text!r} at rest"
                     self._blame(shot, Violation(Wrong.MIXED, found, shot.number))
+                self._check_memory(shot, status)
             sample = resources.settled_usage(self._server.pid)
         self._samples.append(sample)
         self.log.note("usage", **vars(sample))
+
+    def _check_memory(self, shot: Shot, status: Mapping[str, Any]) -> None:
+        with self._server.client() as client:
+            verified = client.post("/reload/verify", json={}).raise_for_status().json()
+        version, fingerprint = status["weight_version"], status["fingerprint"]
+        for violation in check_memory(version, fingerprint, verified, self._fingerprints, shot.number):
+            self._blame(shot, violation)
 
     def _check_answers(self, shot: Shot) -> None:
         answers, troubles = self._traffic.take()

@@ -148,6 +148,21 @@ def check_state(shot: Shot, before: Mapping[str, Any], status: Mapping[str, Any]
         yield Violation(Wrong.STATE, f"a stranger moved it from {_brief(before)} to {_brief(status)}", shot.number)
 
 
+def check_memory(
+    version: str, fingerprint: str | None, verified: Mapping[str, Any], seen: dict[str, str], shot: int
+) -> Iterable[Violation]:
+    """Judge a server that serves: its weights are those of its letter, bit for bit, and those that were committed.
+
+    ``verified``: its answer to ``/reload/verify``. ``seen``: letter → fingerprint, filled with the first of each.
+    """
+    if fingerprint is None:
+        yield Violation(Wrong.STATE, f"{version} is served without a fingerprint", shot)
+    elif seen.setdefault(letter(version), fingerprint) != fingerprint:
+        yield Violation(Wrong.MIXED, f"{version} has another fingerprint than {letter(version)} before it", shot)
+    if not verified["intact"]:
+        yield Violation(Wrong.MIXED, f"{version} changed in memory since its commit: {verified['changed'][:3]}", shot)
+
+
 def _brief(status: Mapping[str, Any]) -> str:
     return f"{status['state']} {status['weight_version']}"
 
@@ -169,8 +184,8 @@ WARM_UP: Final = 5
 #: Fewer samples than this say nothing about a trend.
 ENOUGH: Final = 12
 #: Allowed trend of resident memory: bytes a push, and bytes over the whole life of a server.
-RSS_PER_PUSH: Final = 256 * 1024
-RSS_FLOOR: Final = 48 * 2**20
+RSS_PER_PUSH: Final = 128 * 1024
+RSS_FLOOR: Final = 24 * 2**20
 
 
 def check_flat(samples: Sequence[Usage], shot: int) -> Iterable[Violation]:

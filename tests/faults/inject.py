@@ -169,6 +169,7 @@ def _stop_server(scene: Scene, trainer: Trainer) -> Outcome | None:
         for process in reversed(stopped):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGCONT)
+        scene.strike("SIGCONT to the server")
     return trainer.result(TRAINER_S)
 
 

@@ -39,7 +39,11 @@ class Proxy:
     def cut(self, *, refuse: bool) -> None:
         """Reset every connection; with ``refuse`` new ones too, until ``heal``."""
         self._refusing = refuse
-        self._in_loop(self._reset_all)
+
+        async def reset() -> None:
+            self._reset_all()
+
+        asyncio.run_coroutine_threadsafe(reset(), self._loop).result()
 
     def delay(self, seconds: float) -> None:
         """Hold every chunk of bytes back for ``seconds``, in both directions, until ``heal``."""
@@ -72,11 +76,6 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def _in_loop(self, work: Callable[[], None]) -> None:
-        done = threading.Event()
-        self._loop.call_soon_threadsafe(lambda: (work(), done.set()))
-        done.wait()
 
     def _reset_all(self) -> None:
         for writer in list(self._writers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,9 @@ from faults.checks import Violation, Wrong
 from faults.plan import Fault, Shot
 
 _AROUND: Final = 40
+_ENDS: Final = ("runs", "struck", "refused", "failed", "committed", "repaired", "restarted")
+_NAMED: Final = (Wrong.MIXED, Wrong.MISLABELLED, Wrong.HANG)
+COLUMNS: Final = ("fault", *_ENDS, "slowest s", *(kind.value for kind in _NAMED), "other")
 
 
 class EventLog:
@@ -82,35 +86,43 @@ class Report:
         self.shots += 1
         self.restarts += end == "restarted"
 
+    def rows(self) -> list[list[str]]:
+        """Return the table's cells: a row for each fault, and the sum of all at the end; zeros stay blank but in the
+        columns of what must be zero.
+        """
+        found = Counter((finding.fault, finding.violation.kind) for finding in self.findings)
+        rows = [_row(fault, self.lines[fault], found) for fault in Fault if fault in self.lines]
+        whole = Line(slowest=max((line.slowest for line in self.lines.values()), default=0.0))
+        for line in self.lines.values():
+            whole.counts.update(line.counts)
+        return [*rows, _row(None, whole, found)]
+
     def table(self) -> Table:
-        """Return faults and outcomes; zeros are left blank."""
+        """Return faults and outcomes for a terminal."""
         table = Table(title=f"{self.shots} pushes, seed {self.seed}, {self.seconds:.0f} s")
-        columns = ("runs", "struck", "refused", "failed", "committed", "repaired", "restarted")
-        table.add_column("fault")
-        for name in (*columns, "slowest s", *(kind.value for kind in Wrong)):
-            table.add_column(name, justify="right")
-        found = self._found()
-        for fault in Fault:
-            if (line := self.lines.get(fault)) is not None:
-                wrong = [str(found[fault, kind]) for kind in Wrong]
-                table.add_row(
-                    fault.value, *(str(line.counts[name] or "") for name in columns), f"{line.slowest:.1f}", *wrong
-                )
-        totals = [str(sum(line.counts[name] for line in self.lines.values())) for name in columns]
-        slowest = max((line.slowest for line in self.lines.values()), default=0.0)
-        wrong = [str(sum(finding.violation.kind is kind for finding in self.findings)) for kind in Wrong]
+        for name in COLUMNS:
+            table.add_column(name, justify="left" if name == "fault" else "right", no_wrap=True)
+        *rows, whole = self.rows()
+        for row in rows:
+            table.add_row(*row)
         table.add_section()
-        table.add_row("all", *totals, f"{slowest:.1f}", *wrong)
+        table.add_row(*whole)
         return table
 
-    def _found(self) -> Counter[tuple[Fault, Wrong]]:
-        return Counter((finding.fault, finding.violation.kind) for finding in self.findings)
+    def markdown(self) -> str:
+        """Return the same table for a document, and the traffic below it."""
+        lines = [_cells(COLUMNS), _cells(["---", *["--:"] * (len(COLUMNS) - 1)]), *map(_cells, self.rows())]
+        return "\n".join([*lines, "", self.traffic()])
+
+    def traffic(self) -> str:
+        """Say what the clients got."""
+        told = ", ".join(f"{count} {name}" for name, count in sorted(self.answers.items()))
+        return f"Answers: {told}. Restarts of the server: {self.restarts}."
 
     def show(self, console: Console) -> None:
         """Print the table, the traffic and every violation."""
         console.print(self.table())
-        told = ", ".join(f"{count} {name}" for name, count in sorted(self.answers.items()))
-        console.print(f"traffic: {told}; restarts: {self.restarts}", highlight=False)
+        console.print(self.traffic(), highlight=False)
         for finding in self.findings:
             wrong = finding.violation
             where = f"push {wrong.shot} (--seed {self.seed}, {finding.fault.value})"
@@ -129,5 +141,22 @@ class Report:
             "faults": {
                 fault.value: {**line.counts, "slowest_s": round(line.slowest, 3)} for fault, line in self.lines.items()
             },
-            "violations": [asdict(finding) for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
         }
+
+
+def _row(fault: Fault | None, line: Line, found: Counter[tuple[Fault, Wrong]]) -> list[str]:
+    def wrong(*kinds: Wrong) -> str:
+        return str(sum(n for (where, kind), n in found.items() if kind in kinds and fault in (None, where)))
+
+    return [
+        fault.value if fault is not None else "all",
+        *(str(line.counts[name] or "") for name in _ENDS),
+        f"{line.slowest:.1f}",
+        *(wrong(kind) for kind in _NAMED),
+        wrong(*(kind for kind in Wrong if kind not in _NAMED)),
+    ]
+
+
+def _cells(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

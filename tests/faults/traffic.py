@@ -20,6 +20,10 @@ _PAUSE_S: Final = 0.02
 _REQUEST_S: Final = 90.0
 
 
+class BrokenAnswerError(Exception):
+    """A stream that had begun well told of an error of the server."""
+
+
 class Traffic:
     """Clients in threads. ``moved_to`` a new server after a restart; ``quiet`` while somebody counts resources."""
 
@@ -98,21 +102,26 @@ class Traffic:
                 self._asking += 1
             try:
                 self._ask(prompt, streamed=(turn + number) % 2 == 0)
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, BrokenAnswerError) as error:
                 self._note_loss(error)
+            except Exception as error:  # noqa: BLE001 - a client that dies would see nothing any more, and say nothing
+                self._note_trouble(f"a client cannot read its answer: {type(error).__name__}: {error}")
             finally:
                 with self._turn:
                     self._asking -= 1
                     self._turn.notify_all()
             self._stop.wait(_PAUSE_S)
 
-    def _note_loss(self, error: httpx.HTTPError) -> None:
+    def _note_loss(self, error: Exception) -> None:
         if self._losses_expected.is_set():
             self.counts["lost"] += 1
             self._stop.wait(0.2)
             return
+        self._note_trouble(f"a request broke off: {type(error).__name__}: {error}")
+
+    def _note_trouble(self, text: str) -> None:
         with self._lock:
-            self._troubles.append(f"a request broke off: {type(error).__name__}: {error}")
+            self._troubles.append(text)
 
     def _ask(self, prompt: str, *, streamed: bool) -> None:
         body = {
@@ -144,12 +153,15 @@ class Traffic:
         if self._losses_expected.is_set():
             self.counts["lost"] += 1
             return
-        with self._lock:
-            self._troubles.append(f"a request was answered {status}: {body[:300]!r}")
+        self._note_trouble(f"a request was answered {status}: {body[:300]!r}")
 
 
 def read_answer(prompt: str, response: httpx.Response, *, streamed: bool) -> Answer | None:
-    """Read an answer of status 200 to its end; None for a stream that ended without saying why."""
+    """Read an answer of status 200 to its end; None for a stream that ended without saying why.
+
+    Raises:
+        BrokenAnswerError: the server's own error came in the middle of a stream.
+    """
     version = response.headers.get(VERSION_HEADER, "")
     if not streamed:
         choice = json.loads(response.read())["choices"][0]
@@ -157,7 +169,10 @@ def read_answer(prompt: str, response: httpx.Response, *, streamed: bool) -> Ans
     text, finish = "", None
     for line in response.iter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
-            part: dict[str, Any] = json.loads(line.removeprefix("data: "))["choices"][0]
+            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise BrokenAnswerError(f"a stream ended with an error: {event['error']}")
+            part = event["choices"][0]
             text += part["text"]
             finish = part["finish_reason"] or finish
     return None if finish is None else Answer(prompt, version, text, finish, streamed)

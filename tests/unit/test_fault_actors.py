@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from faults.proxy import Proxy
-from faults.traffic import read_answer
+from faults.traffic import BrokenAnswerError, read_answer
 from faults.trainers import swapped
 
 
@@ -123,3 +123,5 @@ def test_answers_are_read_to_their_end() -> None:
     for answer in (streamed, plain):
         assert (answer.text, answer.finish, answer.version) == ("abc", "length", "A-1")  # type: ignore[attr-defined] # both are answers
     assert answer_of(parts[0], streamed=True) is None
+    with pytest.raises(BrokenAnswerError, match="engine is gone"):
+        answer_of(parts[0] + '\n\ndata: {"error": {"message": "engine is gone"}}', streamed=True)

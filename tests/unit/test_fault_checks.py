@@ -16,6 +16,7 @@ from faults.checks import (
     Wrong,
     check_answer,
     check_flat,
+    check_memory,
     check_outcome,
     check_state,
     slope,
@@ -134,6 +135,19 @@ def test_a_named_state_passes(after: dict[str, Any]) -> None:
 def test_a_wrong_state_is_found(fault: Fault, after: dict[str, Any], says: str) -> None:
     found = list(check_state(shot(fault), status(), after, "B-3"))
     assert any(says in violation.text for violation in found), found
+
+
+def test_memory_must_be_that_of_its_letter_and_intact() -> None:
+    intact = {"intact": True, "changed": []}
+    seen: dict[str, str] = {}
+    for version, fingerprint in (("A-1", "f1"), ("B-2", "f2"), ("A-3", "f1")):
+        assert list(check_memory(version, fingerprint, intact, seen, 0)) == []
+    (other,) = check_memory("B-4", "f1", intact, seen, 0)
+    assert (other.kind, "another fingerprint" in other.text) == (Wrong.MIXED, True)
+    (none,) = check_memory("B-4", None, intact, seen, 0)
+    assert none.kind is Wrong.STATE
+    (changed,) = check_memory("B-4", "f2", {"intact": False, "changed": ["norm"]}, seen, 0)
+    assert (changed.kind, "norm" in changed.text) == (Wrong.MIXED, True)
 
 
 def life(change: Callable[[int], dict[str, int]], pushes: int = 40) -> list[Usage]:
