@@ -26,6 +26,11 @@ lora_with_moe              422    LoRA adapters on a mixture of experts; nothing
 kv_connector               422    a KV connector whose cache cannot be emptied; nothing changed
 self_check_failed          422    post-load processing cannot be repeated on this model; nothing changed
 partial_refused            422    what a partial update leaves out is not at hand; nothing changed
+staging_budget_exceeded    422    host memory for a staged update or a kept copy; nothing changed
+no_copy                    422    no copy of the weights to roll back to; nothing changed
+disk_reload_off            422    the server was started without --reload-root; nothing changed
+path_refused               422    a path that is none, or leads out of the reload roots; nothing changed
+checkpoint_damaged         422    the files are not one complete safetensors checkpoint; nothing changed
 transport_unavailable      422    the transport cannot run here; nothing changed
 rendezvous_failed          422    data plane did not come up in time; nothing changed
 asleep                     409    the engine sleeps; nothing changed
@@ -42,7 +47,9 @@ transport_failed           409    the data plane broke; update failed
 lease_lost                 409    no progress from the trainer for ``lease_s``; update failed
 deadline_exceeded          409    a phase took longer than its deadline; update failed
 aborted                    409    the update was aborted; see ``details.reason``
+files_changed              409    checkpoint files changed while they were loaded; never served
 worker_lost                409    a worker or engine died; update failed
+postload_failed            409    post-load processing raised; update failed
 proof_failed               409    the result could not be proven right; update failed
 cache_reset_failed         409    a cache of the old weights could not be emptied; update failed
 not_serving                503    the gate is closed
@@ -83,6 +90,11 @@ class ErrorCode(StrEnum):
     KV_CONNECTOR = "kv_connector"
     SELF_CHECK_FAILED = "self_check_failed"
     PARTIAL_REFUSED = "partial_refused"
+    STAGING_BUDGET_EXCEEDED = "staging_budget_exceeded"
+    NO_COPY = "no_copy"
+    DISK_RELOAD_OFF = "disk_reload_off"
+    PATH_REFUSED = "path_refused"
+    CHECKPOINT_DAMAGED = "checkpoint_damaged"
     ASLEEP = "asleep"
     TRANSPORT_UNAVAILABLE = "transport_unavailable"
     RENDEZVOUS_FAILED = "rendezvous_failed"
@@ -99,7 +111,9 @@ class ErrorCode(StrEnum):
     LEASE_LOST = "lease_lost"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     ABORTED = "aborted"
+    FILES_CHANGED = "files_changed"
     WORKER_LOST = "worker_lost"
+    POSTLOAD_FAILED = "postload_failed"
     PROOF_FAILED = "proof_failed"
     CACHE_RESET_FAILED = "cache_reset_failed"
     NOT_SERVING = "not_serving"
@@ -125,6 +139,11 @@ _REFUSALS = {
     ErrorCode.KV_CONNECTOR,
     ErrorCode.SELF_CHECK_FAILED,
     ErrorCode.PARTIAL_REFUSED,
+    ErrorCode.STAGING_BUDGET_EXCEEDED,
+    ErrorCode.NO_COPY,
+    ErrorCode.DISK_RELOAD_OFF,
+    ErrorCode.PATH_REFUSED,
+    ErrorCode.CHECKPOINT_DAMAGED,
     ErrorCode.TRANSPORT_UNAVAILABLE,
     ErrorCode.RENDEZVOUS_FAILED,
 }

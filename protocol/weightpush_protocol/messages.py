@@ -31,6 +31,8 @@ from weightpush_protocol.transports.base import TransportConfig
 VERSION_HEADER: Final = "X-Weight-Version"
 #: Version of the weights that a server started with, unless ``--weight-version`` says otherwise.
 INITIAL_VERSION: Final = "default"
+#: What Linux allows, in characters.
+MAX_PATH_LENGTH: Final = 4096
 
 
 def utc_now() -> datetime:
@@ -141,11 +143,12 @@ class PlanSummary(_Answer):
 
 
 class BeginAnswer(_Answer):
-    """The server is open and waits for buckets."""
+    """The server waits for buckets. ``mode``: as asked for, but ``direct`` where nothing is served meanwhile anyway."""
 
     update_id: str
     epoch: int
     accepted_transport: str
+    mode: UpdateMode = UpdateMode.DIRECT
     plan: PlanSummary
 
 
@@ -191,6 +194,33 @@ class FinishAnswer(_Answer):
     bytes: int
     seconds: float
     pause_seconds: float
+
+
+class RollbackRequest(_Request):
+    """``POST /reload/rollback``, also without a body: back to a copy that the server keeps.
+
+    From ``failed`` that is the version committed last, from ``serving`` the one before it.
+    """
+
+    update_id: UpdateId | None = None
+    in_flight: InFlight = InFlight.WAIT
+    deadlines: Deadlines = Deadlines()
+
+
+class DiskReloadRequest(_Request):
+    """``POST /reload``: load the safetensors checkpoint in a directory that the server sees.
+
+    ``path``: absolute, and below one of the server's ``--reload-root`` directories. ``staged``: the files are copied to
+    host memory while the old weights serve; ``direct``: they are read into the live model, which needs no memory for a
+    copy and pauses for longer. A repeated call with the same ``update_id`` gets the same answer.
+    """
+
+    path: Annotated[str, Field(min_length=1, max_length=MAX_PATH_LENGTH)]
+    weight_version: WeightVersion
+    mode: UpdateMode = UpdateMode.STAGED
+    in_flight: InFlight = InFlight.WAIT
+    deadlines: Deadlines = Deadlines()
+    update_id: UpdateId | None = None
 
 
 class AbortRequest(_Request):
@@ -307,6 +337,21 @@ class LastUpdate(_Answer):
     finished_at: AwareDatetime
 
 
+class CopyRole(StrEnum):
+    """Which weights a kept copy holds: those committed last, or those before them."""
+
+    SERVED = "served"
+    PREVIOUS = "previous"
+
+
+class CopyStatus(_Answer):
+    """Checkpoint tensors that a server keeps in host memory, for a rollback."""
+
+    role: CopyRole
+    weight_version: str
+    bytes: int
+
+
 class WorkerStatus(_Answer):
     """One vLLM rank of this server. ``rank`` counts over all engines, in the order of the data plane.
 
@@ -340,6 +385,7 @@ class Status(_Answer):
     last_error: LastError | None = None
     last_update: LastUpdate | None = None
     fingerprint: str | None = None
+    copies: list[CopyStatus] = Field(default_factory=list)
     workers: list[WorkerStatus] = Field(default_factory=list)
 
 

@@ -54,6 +54,7 @@ class Phase(StrEnum):
     DRAINING = "draining"
     OPENING = "opening"
     RECEIVING = "receiving"
+    LANDING = "landing"
     CLOSING = "closing"
     RESETTING_CACHES = "resetting_caches"
     PUBLISHING = "publishing"

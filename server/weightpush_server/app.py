@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import ipaddress
 import os
-import shutil
 import sys
-import tempfile
 import uuid
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -18,10 +15,13 @@ from typing import Any, Final, NoReturn
 from pydantic import TypeAdapter, ValidationError
 
 from weightpush_protocol.messages import INITIAL_VERSION, WeightVersion
+from weightpush_protocol.state import ServerState
 from weightpush_server.config import DEFAULT_MAX_BUCKET_BYTES, TOKEN_VARIABLE, ServerConfig, StoragePolicy
 from weightpush_server.plugin import ENDPOINT_PLUGIN, GENERAL_PLUGIN
 from weightpush_server.records import ControlRecord
+from weightpush_server.rundir import VARIABLE, RunDirectory
 from weightpush_server.shared_state import SharedState
+from weightpush_server.supervisor import AWAIT_OPTION, RESTART_OPTION
 
 _MIDDLEWARE: Final = "weightpush_server.gate.WeightPushMiddleware"
 _EXTENSION: Final = "weightpush_server.worker.WeightPushWorkerExtension"
@@ -31,7 +31,8 @@ _INNER_FORMATS: Final = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "
 
 _EPILOG: Final = (
     "Takes every option of `vllm serve`. weightpush's own: --control-token-file, --control-token, --weight-version, "
-    "--max-bucket-mb; see `weightpush serve --help=weightpush`, or --help=all for everything."
+    "--await-weights, --reload-root, --restart-on-failure and more; see `weightpush serve --help=weightpush`, or "
+    "--help=all for everything."
 )
 
 
@@ -40,7 +41,7 @@ class StartRefusedError(Exception):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a server until it is stopped.
+    """Run a server until it is stopped, below its supervisor.
 
     ``argv`` is what follows ``weightpush serve``: our own options and any of ``vllm serve``.
     """
@@ -61,12 +62,14 @@ def main(argv: Sequence[str]) -> None:
         if args.model_tag is None and not any(word.startswith("--model") for word in argv):
             raise StartRefusedError("say which MODEL to serve: weightpush serve MODEL [options]")
         own = _take_own_options(args)
+        if VARIABLE not in os.environ:
+            raise StartRefusedError("this is the server's own process; start it with `weightpush serve`")
         check_startable(args, own.token)
     except StartRefusedError as error:
         _exit(str(error))
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
-    prepare(args, own)
+    prepare(args, own, RunDirectory(Path(os.environ[VARIABLE])))
     ServeSubcommand.cmd(args)
 
 
@@ -103,6 +106,41 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
         help="Try at start whether the model's post-load processing can be repeated; refuse updates if not. Needs free "
         "memory of twice the weights for a moment, and is skipped where there is less.",
     )
+    group.add_argument(
+        "--keep-previous",
+        action="store_true",
+        help="Keep the checkpoint tensors of what is served, and of what was served before, in host memory, so that "
+        "POST /reload/rollback can go back. During an update that takes three times the size of the checkpoint.",
+    )
+    group.add_argument(
+        "--staging-budget-mb",
+        type=float,
+        metavar="MB",
+        help="Most host memory that staged updates and kept copies may take together, in MiB. An update that does not "
+        "fit is refused. By default what the host, or the container, has free, but for 1 GiB.",
+    )
+    group.add_argument(
+        AWAIT_OPTION,
+        action="store_true",
+        help="Serve nothing until the first complete push or disk reload; with --load-format dummy nothing is read "
+        "from disk at start.",
+    )
+    group.add_argument(
+        "--reload-root",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="Directory below which POST /reload may load checkpoints. Repeat it for several; without one, POST "
+        "/reload is refused.",
+    )
+    group.add_argument(
+        RESTART_OPTION,
+        type=int,
+        metavar="N",
+        help="Start the server again when it dies, up to N times (counted anew after ten minutes of health). It then "
+        "awaits weights: the checkpoint that it was started on may be old.",
+    )
 
 
 class _OwnOptions(argparse.Namespace):
@@ -111,6 +149,10 @@ class _OwnOptions(argparse.Namespace):
     max_bucket_bytes: int
     storage_policy: StoragePolicy = StoragePolicy.SCRATCH
     self_check: bool = True
+    keep_previous: bool = False
+    staging_budget_bytes: int | None = None
+    await_weights: bool = False
+    reload_roots: tuple[Path, ...] = ()
 
 
 def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
@@ -121,8 +163,31 @@ def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
         max_bucket_bytes=vars(args).pop("max_bucket_mb") * 2**20,
         storage_policy=vars(args).pop("storage_policy"),
         self_check=vars(args).pop("self_check"),
+        keep_previous=vars(args).pop("keep_previous"),
+        staging_budget_bytes=_bytes_of_mb(vars(args).pop("staging_budget_mb")),
+        await_weights=vars(args).pop("await_weights"),
+        reload_roots=tuple(_check_root(root) for root in vars(args).pop("reload_root")),
     )
+    # The supervisor has taken it off the command line.
+    if vars(args).pop("restart_on_failure") is not None:
+        raise StartRefusedError(f"{RESTART_OPTION} must stand on the command line, not in a configuration file")
     return own
+
+
+def _check_root(root: Path) -> Path:
+    try:
+        resolved = root.resolve(strict=True)
+    except OSError as error:
+        raise StartRefusedError(f"--reload-root {root}: {error.strerror}") from None
+    if not resolved.is_dir():
+        raise StartRefusedError(f"--reload-root {root} is no directory")
+    return resolved
+
+
+def _bytes_of_mb(budget: float | None) -> int | None:
+    if budget is not None and budget <= 0:
+        raise StartRefusedError(f"--staging-budget-mb {budget}: give a positive number of MiB")
+    return None if budget is None else int(budget * 2**20)
 
 
 def _check_version(version: str) -> str:
@@ -216,24 +281,28 @@ def count_workers(args: argparse.Namespace) -> int:
     return total
 
 
-def prepare(args: argparse.Namespace, own: _OwnOptions) -> None:
-    """Make the shared state and hang our parts on vLLM's hooks."""
-    directory = _make_run_directory()
-    spool = directory / "spool"
-    spool.mkdir(mode=0o700)
+def prepare(args: argparse.Namespace, own: _OwnOptions, directory: RunDirectory) -> None:
+    """Make the shared state in ``directory`` and hang our parts on vLLM's hooks."""
     config = ServerConfig(
-        state_file=directory / "state",
-        spool_dir=spool,
+        run_directory=directory.path,
         weight_version=own.weight_version,
         token=own.token,
         max_bucket_bytes=own.max_bucket_bytes,
         storage_policy=own.storage_policy,
         self_check=own.self_check,
+        keep_previous=own.keep_previous,
+        staging_budget_bytes=own.staging_budget_bytes,
+        await_weights=own.await_weights,
+        reload_roots=own.reload_roots,
     )
     SharedState.create(
         config.state_file,
         workers=count_workers(args),
-        control=ControlRecord(instance_id=uuid.uuid4().hex, weight_version=own.weight_version),
+        control=ControlRecord(
+            instance_id=uuid.uuid4().hex,
+            state=ServerState.AWAITING_WEIGHTS if own.await_weights else ServerState.SERVING,
+            weight_version=own.weight_version,
+        ),
     )
     config.to_environment()
     os.environ["VLLM_PLUGINS"] = ",".join(_plugin_names())
@@ -246,6 +315,8 @@ def prepare(args: argparse.Namespace, own: _OwnOptions) -> None:
         "weightpush_inner_format": args.load_format,
         "weightpush_storage_policy": config.storage_policy.value,
         "weightpush_self_check": config.self_check,
+        "weightpush_keep_copy": config.keep_previous,
+        "weightpush_copy_budget": config.staging_budget_bytes,
     }
     args.load_format = "weightpush"
 
@@ -273,26 +344,6 @@ def _plugin_names() -> list[str]:
             point.name for group in groups if group != "vllm.endpoint_plugins" for point in entry_points(group=group)
         ]
     return list(dict.fromkeys([*names, GENERAL_PLUGIN, ENDPOINT_PLUGIN]))
-
-
-def _make_run_directory() -> Path:
-    """Make this server's private directory in memory, and remove those that killed servers left behind."""
-    shared_memory = Path("/dev/shm")
-    base = shared_memory if os.access(shared_memory, os.W_OK) else Path(tempfile.gettempdir())
-    prefix = f"weightpush-{os.getuid()}-"
-    for left in base.glob(f"{prefix}*"):
-        pid = left.name.removeprefix(prefix).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    directory = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
-    owner = os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # A forked child leaves its parent's directory alone.
-            shutil.rmtree(directory, ignore_errors=True)
-
-    atexit.register(remove)
-    return directory
 
 
 def _exit(message: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,16 +10,19 @@ from pathlib import Path
 from typing import Final
 
 from weightpush_protocol.messages import INITIAL_VERSION
+from weightpush_server.rundir import VARIABLE, RunDirectory
 
 #: The control token, given by the user or handed on to the API processes.
 TOKEN_VARIABLE: Final = "WEIGHTPUSH_CONTROL_TOKEN"
-_STATE_FILE: Final = "WEIGHTPUSH_STATE_FILE"
 _WEIGHT_VERSION: Final = "WEIGHTPUSH_WEIGHT_VERSION"
-_SPOOL_DIR: Final = "WEIGHTPUSH_SPOOL_DIR"
 _MAX_BUCKET_BYTES: Final = "WEIGHTPUSH_MAX_BUCKET_BYTES"
 _MAX_MANIFEST_BYTES: Final = "WEIGHTPUSH_MAX_MANIFEST_BYTES"
 _STORAGE_POLICY: Final = "WEIGHTPUSH_STORAGE_POLICY"
 _SELF_CHECK: Final = "WEIGHTPUSH_SELF_CHECK"
+_KEEP_PREVIOUS: Final = "WEIGHTPUSH_KEEP_PREVIOUS"
+_STAGING_BUDGET: Final = "WEIGHTPUSH_STAGING_BUDGET"
+_AWAIT_WEIGHTS: Final = "WEIGHTPUSH_AWAIT_WEIGHTS"
+_RELOAD_ROOTS: Final = "WEIGHTPUSH_RELOAD_ROOTS"
 
 DEFAULT_MAX_BUCKET_BYTES: Final = 8 * 2**30
 DEFAULT_MAX_MANIFEST_BYTES: Final = 128 * 2**20
@@ -40,8 +44,8 @@ class StoragePolicy(StrEnum):
 class ServerConfig:
     """What the processes of one server agree on before it starts."""
 
-    state_file: Path
-    spool_dir: Path
+    #: See `weightpush_server.rundir`.
+    run_directory: Path
     weight_version: str = INITIAL_VERSION
     #: ``None``: no token asked for; only on loopback.
     token: str | None = field(default=None, repr=False)
@@ -53,16 +57,37 @@ class ServerConfig:
     storage_policy: StoragePolicy = StoragePolicy.SCRATCH
     #: Whether a model must show after its start that its post-load processing can be repeated.
     self_check: bool = True
+    #: Keep the checkpoint tensors of what is served, and of what was served before, in host memory.
+    keep_previous: bool = False
+    #: Most bytes of host memory that staged updates and kept copies may take; ``None``: what is free.
+    staging_budget_bytes: int | None = None
+    #: Serve nothing before the first complete update.
+    await_weights: bool = False
+    #: Resolved directories below which checkpoints may be loaded from disk.
+    reload_roots: tuple[Path, ...] = ()
+
+    @property
+    def state_file(self) -> Path:
+        """The file of the shared record."""
+        return RunDirectory(self.run_directory).state_file
+
+    @property
+    def spool_dir(self) -> Path:
+        """Directory of request bodies."""
+        return RunDirectory(self.run_directory).spool
 
     def to_environment(self) -> None:
         """Hand the settings on to this process's children."""
-        os.environ[_STATE_FILE] = str(self.state_file)
-        os.environ[_SPOOL_DIR] = str(self.spool_dir)
+        os.environ[VARIABLE] = str(self.run_directory)
         os.environ[_WEIGHT_VERSION] = self.weight_version
         os.environ[_MAX_BUCKET_BYTES] = str(self.max_bucket_bytes)
         os.environ[_MAX_MANIFEST_BYTES] = str(self.max_manifest_bytes)
         os.environ[_STORAGE_POLICY] = self.storage_policy.value
         os.environ[_SELF_CHECK] = str(int(self.self_check))
+        os.environ[_KEEP_PREVIOUS] = str(int(self.keep_previous))
+        os.environ[_STAGING_BUDGET] = "" if self.staging_budget_bytes is None else str(self.staging_budget_bytes)
+        os.environ[_AWAIT_WEIGHTS] = str(int(self.await_weights))
+        os.environ[_RELOAD_ROOTS] = json.dumps([str(root) for root in self.reload_roots])
         if self.token is None:
             os.environ.pop(TOKEN_VARIABLE, None)
         else:
@@ -75,15 +100,18 @@ class ServerConfig:
         Raises:
             RuntimeError: the process was not started by ``weightpush serve``.
         """
-        if _STATE_FILE not in os.environ:
+        if VARIABLE not in os.environ or _WEIGHT_VERSION not in os.environ:
             raise RuntimeError("start the server with `weightpush serve`: its shared state is not set up")
         return cls(
-            state_file=Path(os.environ[_STATE_FILE]),
-            spool_dir=Path(os.environ[_SPOOL_DIR]),
+            run_directory=Path(os.environ[VARIABLE]),
             weight_version=os.environ[_WEIGHT_VERSION],
             token=os.environ.get(TOKEN_VARIABLE),
             max_bucket_bytes=int(os.environ[_MAX_BUCKET_BYTES]),
             max_manifest_bytes=int(os.environ[_MAX_MANIFEST_BYTES]),
             storage_policy=StoragePolicy(os.environ[_STORAGE_POLICY]),
             self_check=os.environ[_SELF_CHECK] == "1",
+            keep_previous=os.environ[_KEEP_PREVIOUS] == "1",
+            staging_budget_bytes=int(os.environ[_STAGING_BUDGET]) if os.environ[_STAGING_BUDGET] else None,
+            await_weights=os.environ[_AWAIT_WEIGHTS] == "1",
+            reload_roots=tuple(Path(root) for root in json.loads(os.environ[_RELOAD_ROOTS])),
         )

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_server.config import ServerConfig
-from weightpush_server.coordinator import Coordinator, combine_fingerprints
+from weightpush_server.coordinator import Coordinator
 from weightpush_server.engine import Engine
 from weightpush_server.gate import Gate
 from weightpush_server.lifecycle import UpdateLifecycle
+from weightpush_server.publishing import combine_fingerprints
+from weightpush_server.rundir import RunDirectory
 from weightpush_server.shared_state import SharedState
 from weightpush_server.watch import Watchdog
 
@@ -40,9 +42,10 @@ class ServerContext:
         engine = Engine(client, workers=self.shared.workers)
         workers = await engine.call("weightpush_describe")
         with self.shared.transaction() as control:
-            if control.epoch == 0:
+            if control.epoch == 0 and control.state.serving:
                 control.fingerprint = combine_fingerprints([worker["fingerprint"] for worker in workers])
         lifecycle = UpdateLifecycle(self.shared, engine)
-        self._coordinator = Coordinator(self.shared, engine, lifecycle)
+        self._coordinator = Coordinator(self.shared, engine, lifecycle, self.config.reload_roots)
         watchdog = Watchdog(self.shared, engine, lifecycle, self.gate)
         self._watching = asyncio.create_task(watchdog.run(), name="weightpush-watchdog")
+        RunDirectory(self.config.run_directory).note_up()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,37 +14,48 @@ from weightpush_protocol.messages import (
     AbortRequest,
     BeginAnswer,
     BeginRequest,
+    DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
-    InFlight,
     ManifestAnswer,
+    RollbackRequest,
     Status,
     StreamAnswer,
     StreamRequest,
+    UpdateMode,
     VerifyAnswer,
     VerifyRequest,
 )
-from weightpush_protocol.state import Phase
+from weightpush_protocol.state import Phase, ServerState
 from weightpush_protocol.transports.http import LENGTH_BYTES, header_bytes, parse_header
-from weightpush_server.drain import drain
-from weightpush_server.engine import Engine, swallow
+from weightpush_server.disk_reload import DiskReloads
+from weightpush_server.engine import Engine
 from weightpush_server.lifecycle import POLL_S, UpdateLifecycle
 from weightpush_server.log import logger
+from weightpush_server.publishing import Publisher, combine_fingerprints
 from weightpush_server.records import ControlRecord, UpdateRecord, build_status
 from weightpush_server.shared_state import SharedState
+from weightpush_server.stored_updates import StoredUpdates
 from weightpush_server.verify import WorkerReport, combine_reports
 from weightpush_server.ways import summarise
 
 _MANIFEST_S: Final = 30.0
+#: Reading all weights once, at a few GB/s on a slow machine.
+_VERIFY_S: Final = 600.0
 
 
 class Coordinator:
     """The calls under ``/reload``, without HTTP."""
 
-    def __init__(self, shared: SharedState, engine: Engine, lifecycle: UpdateLifecycle) -> None:
+    def __init__(
+        self, shared: SharedState, engine: Engine, lifecycle: UpdateLifecycle, reload_roots: Sequence[Path] = ()
+    ) -> None:
         self._shared = shared
         self._engine = engine
         self._life = lifecycle
+        self._publisher = Publisher(shared, engine, lifecycle)
+        self._stored = StoredUpdates(engine, lifecycle, self._publisher)
+        self._disk = DiskReloads(reload_roots, shared, lifecycle, self._stored)
 
     def status(self) -> Status:
         """Return the public status. Never waits."""
@@ -52,13 +63,7 @@ class Coordinator:
 
     async def manifest(self) -> ManifestAnswer:
         """Return the checkpoint that this server expects, as its first worker knows it."""
-        asking = asyncio.ensure_future(self._engine.call("weightpush_manifest"))
-        asking.add_done_callback(swallow)
-        done, _ = await asyncio.wait({asking}, timeout=_MANIFEST_S)
-        if not done:
-            message = f"the workers did not answer within {_MANIFEST_S:g} s: they are stopped, or busy"
-            raise WeightPushError(ErrorCode.DEADLINE_EXCEEDED, message)
-        answers = asking.result()
+        answers = await self._engine.call_within(_MANIFEST_S, "weightpush_manifest")
         return ManifestAnswer.model_validate_json(answers[0]["manifest"])
 
     async def verify(self, request: VerifyRequest) -> VerifyAnswer:
@@ -73,7 +78,7 @@ class Coordinator:
                 "the server does not serve, so there are no whole weights to verify; push first",
                 state=self._shared.control().state,
             )
-        answers = await self._engine.call("weightpush_verify", request.model_dump_json())
+        answers = await self._engine.call_within(_VERIFY_S, "weightpush_verify", request.model_dump_json())
         reports = [WorkerReport.model_validate_json(answer["report"]) for answer in answers]
         return combine_reports(
             reports,
@@ -96,41 +101,15 @@ class Coordinator:
 
     async def _begin(self, update_id: str, digest: str, body: str, request: BeginRequest) -> BeginAnswer:
         nbytes = await asyncio.to_thread(lambda: request.manifest.nbytes)
-        mine, update = self._reserve(update_id, digest, nbytes, request)
-        if not mine:
-            return await self._join_begin(update_id)
-        return await self._life.step(update_id, self._prepare(update, body, request))
 
-    def _reserve(self, update_id: str, digest: str, nbytes: int, request: BeginRequest) -> tuple[bool, UpdateRecord]:
-        """Make the update the running one, if none is; ``False``: it is running already, and this call repeats it."""
-        with self._shared.transaction() as control:
-            if control.find_ended(update_id) is not None:
-                control.active(update_id)  # Raises what became of it.
-            running = control.update
-            if running is not None:
-                if running.update_id == update_id and running.request_digest == digest:
-                    control.active(update_id)
-                    return False, running
-                silent = time.monotonic() - running.lease_renewed
-                raise WeightPushError(
-                    ErrorCode.UPDATE_IN_PROGRESS,
-                    f"update {running.update_id} is running ({running.phase.value}, last call {silent:.0f} s ago, "
-                    f"lease {running.deadlines.lease_s:g} s): wait for its end, or abort it (`weightpush abort URL`)",
-                    details={
-                        "running": running.update_id,
-                        "phase": running.phase.value,
-                        "silent_s": round(silent, 3),
-                        "lease_s": running.deadlines.lease_s,
-                    },
-                    update_id=running.update_id,
-                    state=control.state,
-                )
-            control.epoch += 1
-            control.update = UpdateRecord(
+        def make(control: ControlRecord) -> UpdateRecord:
+            # Where nothing is served meanwhile, there is nothing to be gained by staging.
+            mode = request.mode if control.state is ServerState.SERVING else UpdateMode.DIRECT
+            return UpdateRecord(
                 update_id=update_id,
                 epoch=control.epoch,
                 request_digest=digest,
-                mode=request.mode,
+                mode=mode,
                 origin=control.state,
                 weight_version=request.weight_version,
                 transport=request.transport.name,
@@ -141,7 +120,13 @@ class Coordinator:
                 bytes_total=nbytes,
                 buckets_total=len(request.manifest.buckets),
             )
-            return True, control.update
+
+        mine, update = self._life.reserve(update_id, digest, make)
+        if not mine:
+            return await self._join_begin(update_id)
+        if update.mode is not request.mode:
+            body = await asyncio.to_thread(request.model_copy(update={"mode": update.mode}).model_dump_json)
+        return await self._life.step(update_id, self._prepare(update, body, request))
 
     async def _join_begin(self, update_id: str) -> BeginAnswer:
         """Wait for a ``begin`` that another process works on."""
@@ -154,50 +139,40 @@ class Coordinator:
     async def _prepare(self, update: UpdateRecord, body: str, request: BeginRequest) -> BeginAnswer:
         update_id, epoch, deadlines = update.update_id, update.epoch, request.deadlines
         self._check_ranks(request)
-        await self._life.rpc(update_id, deadlines.commit_s, "weightpush_check", body)
+        checked = await self._life.rpc(update_id, deadlines.commit_s, "weightpush_check", epoch, body)
         self._life.enter(update_id, Phase.RENDEZVOUS)
-        await self._life.rpc(update_id, deadlines.rendezvous_s, "weightpush_connect", epoch, body)
+        await self._life.rpc(update_id, deadlines.rendezvous_s, "weightpush_connect", epoch)
         # The workers give up by themselves, with the reason; the extra seconds only let them say so.
         await self._life.workers(
             update_id, lambda worker: worker.connected, deadlines.rendezvous_s + 2, ErrorCode.RENDEZVOUS_FAILED
         )
-        await self._close_gate_and_drain(update_id)
-        opened = await self._life.rpc(update_id, deadlines.commit_s, "weightpush_open", epoch)
+        staged = update.mode is UpdateMode.STAGED
+        if not staged:
+            await self._publisher.close_gate_and_drain(update_id)
+            await self._publisher.open(update)
         answer = BeginAnswer(
             update_id=update_id,
             epoch=epoch,
             accepted_transport=request.transport.name,
-            plan=summarise(request.manifest.tensors, [answer["ways"] for answer in opened]),
+            mode=update.mode,
+            plan=summarise(request.manifest.tensors, [answer["ways"] for answer in checked]),
         )
-        with self._life.change(update_id) as (_, running):
+        with self._life.change(update_id) as (control, running):
+            if staged:
+                control.stage()
             running.enter(Phase.RECEIVING)
             running.begin_answer = answer
         logger.info(
-            "update %s to version %s began: %d tensors, %d bytes, over %s, in flight %s",
+            "update %s to version %s began (%s): %d tensors, %d bytes, over %s, in flight %s",
             update_id,
             update.weight_version,
+            update.mode.value,
             update.tensors_total,
             update.bytes_total,
             update.transport,
             update.in_flight.value,
         )
         return answer
-
-    async def _close_gate_and_drain(self, update_id: str) -> None:
-        """Bring the engine to rest; when this returns the model may be written to, and else nothing has changed."""
-        with self._life.change(update_id) as (control, running):
-            running.enter(Phase.DRAINING)
-            control.close_gate()
-            running.draining = True
-        try:
-            await drain(self._shared, self._engine, running)
-            with self._life.change(update_id) as (_, running):
-                running.enter(Phase.OPENING)
-                running.written = True
-                running.draining = False
-        except BaseException:
-            await self._life.leave_drain(running)
-            raise
 
     def _check_ranks(self, request: BeginRequest) -> None:
         transport = request.transport
@@ -281,9 +256,9 @@ class Coordinator:
 
     async def finish(self, request: FinishRequest) -> FinishAnswer:
         """Close, prove, reset caches, publish, resume."""
-        ended = self._shared.control().find_ended(request.update_id)
-        if ended is not None and ended.answer is not None:
-            return ended.answer
+        answer = self._life.answer(request.update_id)
+        if answer is not None:
+            return answer
         return await self._life.once(("finish", request.update_id), lambda: self._finish(request))
 
     async def _finish(self, request: FinishRequest) -> FinishAnswer:
@@ -294,7 +269,7 @@ class Coordinator:
                 self._check_complete(control, update)
                 update.finishing = True
         if not mine:
-            return await self._join_finish(update_id)
+            return await self._life.committed(update_id)
         return await self._life.step(update_id, self._commit(update))
 
     def _check_complete(self, control: ControlRecord, update: UpdateRecord) -> None:
@@ -313,58 +288,34 @@ class Coordinator:
             state=control.state,
         )
 
-    async def _join_finish(self, update_id: str) -> FinishAnswer:
-        """Wait for a ``finish`` that another process works on."""
-        while True:
-            ended = self._shared.control().find_ended(update_id)
-            if ended is not None and ended.answer is not None:
-                return ended.answer
-            self._shared.control().active(update_id)
-            await asyncio.sleep(POLL_S)
-
     async def _commit(self, update: UpdateRecord) -> FinishAnswer:
-        deadlines = update.deadlines
+        update_id, deadlines = update.update_id, update.deadlines
         await self._life.workers(
-            update.update_id,
+            update_id,
             lambda worker: worker.tensors_done >= update.tensors_total,
             deadlines.bucket_s,
             ErrorCode.DEADLINE_EXCEEDED,
         )
-        # Never cancelled: an RPC that is given up goes on in the worker, where the epoch keeps it from doing harm.
-        publishing = asyncio.ensure_future(self._close_and_publish(update))
-        done, _ = await asyncio.wait({publishing}, timeout=deadlines.commit_s)
-        if publishing not in done:
-            publishing.add_done_callback(swallow)
-            raise WeightPushError(
-                ErrorCode.DEADLINE_EXCEEDED, f"the update was not committed within commit_s = {deadlines.commit_s:g} s"
-            )
-        return publishing.result()
-
-    async def _close_and_publish(self, update: UpdateRecord) -> FinishAnswer:
-        update_id, epoch = update.update_id, update.epoch
-        self._life.enter(update_id, Phase.CLOSING)
-        proofs = await self._engine.call("weightpush_close", epoch)
-        fingerprint = combine_fingerprints([proof["fingerprint"] for proof in proofs])
-        self._life.enter(update_id, Phase.RESETTING_CACHES)
-        await self._engine.reset_caches()
-        self._life.enter(update_id, Phase.PUBLISHING)
-        if update.in_flight is not InFlight.KEEP:
-            # Whatever reached the paused engine unseen was promised the old weights: it must not run on the new ones.
-            await self._engine.pause("abort", timeout_s=update.deadlines.commit_s)
-        await self._engine.call("weightpush_commit", epoch, update.weight_version)
-        await self._engine.label(update.weight_version)
-        await self._engine.resume()
-        with self._life.change(update_id) as (control, _):
-            answer = control.commit(fingerprint=fingerprint)
-        logger.info(
-            "update %s committed version %s: %.3f s, not serving for %.3f s, fingerprint %s",
-            update_id,
-            answer.weight_version,
-            answer.seconds,
-            answer.pause_seconds,
-            fingerprint,
+        if update.mode is UpdateMode.DIRECT:
+            return await self._publisher.publish(update)
+        # All that can be done while the old weights serve: the pause is for what is left.
+        answers = await self._life.rpc(update_id, deadlines.commit_s, "weightpush_staged", update.epoch)
+        stored = next(answer["stored"] for answer in answers if "stored" in answer)
+        await self._life.rpc(
+            update_id, deadlines.commit_s, "weightpush_stored", update.epoch, update.weight_version, stored
         )
-        return answer
+        await self._publisher.close_gate_and_drain(update_id)
+        return await self._publisher.land_and_publish(update)
+
+    # disk and rollback
+
+    async def load(self, request: DiskReloadRequest) -> FinishAnswer:
+        """Load a checkpoint from the server's disk, see ``DiskReloads.load``."""
+        return await self._disk.load(request)
+
+    async def rollback(self, request: RollbackRequest) -> FinishAnswer:
+        """Go back to a kept copy, see ``StoredUpdates.rollback``."""
+        return await self._stored.rollback(request)
 
     # abort
 
@@ -393,10 +344,3 @@ def _names_in(spool: Path) -> list[str]:
         return [spec.name for spec, _ in parse_header(start, total_bytes=spool.stat().st_size).entries]
     except WeightPushError:
         return []
-
-
-def combine_fingerprints(fingerprints: list[str]) -> str:
-    """Return one fingerprint for a server: its worker's own, or a digest over those of all workers in rank order."""
-    if len(fingerprints) == 1:
-        return fingerprints[0]
-    return hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()

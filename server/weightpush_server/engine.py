@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import time
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
@@ -15,6 +16,8 @@ PauseMode = Literal["abort", "wait", "keep"]
 _T = TypeVar("_T")
 #: How often a pending call looks whether its engine still lives, in seconds.
 _HEARTBEAT_S: Final = 0.2
+#: How often a bounded call looks whether it is still wanted, in seconds.
+_LOOK_S: Final = 0.05
 
 
 class Engine:
@@ -49,6 +52,31 @@ class Engine:
             if not answer["ok"]:
                 raise WeightPushError.from_detail(ErrorDetail.model_validate(answer["error"]))
         return answers
+
+    async def call_within(
+        self, timeout_s: float, method: str, *args: Any, look: Callable[[], object] | None = None
+    ) -> list[dict[str, Any]]:
+        """As ``call``, but wait no longer than ``timeout_s`` seconds, or until ``look`` raises.
+
+        The call itself goes on: vLLM has no way to take it back, and the worker knows by the epoch that it is late.
+
+        Raises:
+            WeightPushError: as ``call``; ``deadline_exceeded``.
+        """
+        calling = asyncio.ensure_future(self.call(method, *args))
+        calling.add_done_callback(swallow)
+        deadline = time.monotonic() + timeout_s
+        while not calling.done():
+            if time.monotonic() >= deadline:
+                raise WeightPushError(
+                    ErrorCode.DEADLINE_EXCEEDED,
+                    f"the workers did not answer {method.removeprefix('weightpush_')} within {timeout_s:g} s: they are "
+                    "stopped, or busy with an earlier call",
+                )
+            await asyncio.wait({calling}, timeout=_LOOK_S)
+            if look is not None and not calling.done():
+                look()
+        return calling.result()
 
     def start_pause(self, mode: PauseMode) -> asyncio.Future[None]:
         """Ask all engines to pause; the future is done when they rest. Nobody needs to wait for it."""

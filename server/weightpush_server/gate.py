@@ -175,7 +175,9 @@ class _GatedExchange:
     def label(self) -> str:
         """Return the weight version that computed the answer, or both where the request was kept across an update."""
         assert self.entered is not None
-        return self.gate.control().label(entered_epoch=self.entered.epoch, entered_version=self.entered.weight_version)
+        return self.gate.control().label(
+            entered_epoch=self.entered.committed_epoch, entered_version=self.entered.weight_version
+        )
 
     async def refuse(self) -> None:
         await refusal(self.gate.control())(self.scope, self.receive, self.send)

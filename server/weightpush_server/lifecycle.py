@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
+from weightpush_protocol.messages import CopyRole, CopyStatus, FinishAnswer
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_server.engine import Engine, swallow
 from weightpush_server.log import logger
@@ -23,7 +24,6 @@ from weightpush_server.shared_state import SharedState
 POLL_S: Final = 0.005
 #: Seconds that the clean-up of a failed update may delay the news of its failure.
 _CLEANUP_S: Final = 5.0
-_LOOK_S: Final = 0.05
 
 _T = TypeVar("_T")
 
@@ -36,6 +36,38 @@ class UpdateLifecycle:
         self._engine = engine
         # Work goes on when its caller hangs up, and a repeated call joins it: begin and finish are idempotent.
         self._running: dict[Hashable, asyncio.Task[Any]] = {}
+        #: Carries out a rollback that nobody asked for; set by whoever can.
+        self.undo: Callable[[UpdateRecord], Coroutine[Any, Any, object]] | None = None
+
+    def reserve(
+        self, update_id: str, request_digest: str, make: Callable[[ControlRecord], UpdateRecord]
+    ) -> tuple[bool, UpdateRecord]:
+        """Make an update the running one, see ``ControlRecord.reserve``; ``False``: it is running already."""
+        with self._shared.transaction() as control:
+            return control.reserve(update_id, request_digest, make)
+
+    def kept(self, role: CopyRole) -> CopyStatus | None:
+        """Return the kept copy that has ``role``, if there is one."""
+        copies = (copy for worker in self._shared.worker_records() for copy in worker.copies)
+        return next((copy for copy in copies if copy.role is role), None)
+
+    def answer(self, update_id: str) -> FinishAnswer | None:
+        """Return the answer of an update that was committed; ``None`` for any other."""
+        ended = self._shared.control().find_ended(update_id)
+        return ended.answer if ended is not None else None
+
+    async def committed(self, update_id: str) -> FinishAnswer:
+        """Wait until the running update is committed by another call or process.
+
+        Raises:
+            WeightPushError: what became of it instead.
+        """
+        while True:
+            answer = self.answer(update_id)
+            if answer is not None:
+                return answer
+            self._shared.control().active(update_id)
+            await asyncio.sleep(POLL_S)
 
     @contextmanager
     def change(self, update_id: str, epoch: int | None = None) -> Iterator[tuple[ControlRecord, UpdateRecord]]:
@@ -56,13 +88,16 @@ class UpdateLifecycle:
 
     async def once(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Run ``work`` in a task that outlives its caller; the same ``key`` again waits for the same task."""
+        return await asyncio.shield(self._start(key, work))
+
+    def _start(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, _T]]) -> asyncio.Task[_T]:
         task: asyncio.Task[_T] | None = self._running.get(key)
         if task is None:
             task = asyncio.create_task(work())
             self._running[key] = task
             task.add_done_callback(lambda _: self._running.pop(key, None))
             task.add_done_callback(swallow)
-        return await asyncio.shield(task)
+        return task
 
     async def workers(
         self, update_id: str, ready: Callable[[WorkerRecord], bool], timeout_s: float, code: ErrorCode
@@ -121,6 +156,7 @@ class UpdateLifecycle:
                 error = WeightPushError.from_detail(ErrorDetail.model_validate(error.details["cause"]))
             elif error.code not in (ErrorCode.STALE_UPDATE, ErrorCode.UPDATE_FAILED):
                 await self.fail(update_id, error)
+            await self._until_undone(update_id)
             error.update_id = update_id
             error.state = self._shared.control().state
             if error is raised:
@@ -130,6 +166,8 @@ class UpdateLifecycle:
             message = f"{type(error).__name__}: {error}"
             failure = WeightPushError(ErrorCode.INTERNAL, message, details={"exception": type(error).__name__})
             await self.fail(update_id, failure)
+            await self._until_undone(update_id)
+            failure.state = self._shared.control().state
             raise failure from error
 
     async def fail(self, update_id: str, error: WeightPushError) -> None:
@@ -160,6 +198,11 @@ class UpdateLifecycle:
             phase = control.update.phase
             control.fail(error)
             error.update_id, error.state = update_id, control.state
+            copy = self.kept(CopyRole.SERVED)
+            undoing = None
+            if copy is not None and self.undo is not None and not self._engine.dead:
+                # In the same step: no other update may come between.
+                undoing = control.begin_undoing(update, copy)
         logger.warning(
             "update %s to version %s failed while %s: %s [%s]; the server is %s",
             update_id,
@@ -169,6 +212,17 @@ class UpdateLifecycle:
             error.code.value,
             error.state.value,
         )
+        if undoing is not None and self.undo is not None:
+            undo, running = self.undo, undoing
+            self._start(("undo", undoing.update_id), lambda: undo(running))
+
+    async def _until_undone(self, update_id: str) -> None:
+        """Wait while the server goes back to the weights of before a failed update; its deadlines end that."""
+        while True:
+            running = self._shared.control().update
+            if running is None or running.undoes != update_id:
+                return
+            await asyncio.sleep(POLL_S)
 
     async def _until_ended(self, update_id: str) -> None:
         """Wait while somebody else carries out the failure of an update."""
@@ -208,22 +262,9 @@ class UpdateLifecycle:
     async def rpc(self, update_id: str, timeout_s: float, method: str, *args: Any) -> list[dict[str, Any]]:
         """Call all workers for an update, but wait no longer than ``timeout_s`` or than the update lasts.
 
-        The call itself goes on: vLLM has no way to take it back, and the worker knows by the epoch that it is late.
-
         Raises:
             WeightPushError: the worker's error, what became of the update, or ``deadline_exceeded``.
         """
-        calling = asyncio.ensure_future(self._engine.call(method, *args))
-        calling.add_done_callback(swallow)
-        deadline = time.monotonic() + timeout_s
-        while not calling.done():
-            if time.monotonic() >= deadline:
-                raise WeightPushError(
-                    ErrorCode.DEADLINE_EXCEEDED,
-                    f"the workers did not answer {method.removeprefix('weightpush_')} within {timeout_s:g} s: they are "
-                    "stopped, or busy with an earlier call",
-                )
-            await asyncio.wait({calling}, timeout=_LOOK_S)
-            if not calling.done():
-                self._shared.control().active(update_id)
-        return calling.result()
+        return await self._engine.call_within(
+            timeout_s, method, *args, look=lambda: self._shared.control().active(update_id)
+        )

@@ -30,6 +30,8 @@ from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.dtypes import name_of_safetensors_code
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_server.config import StoragePolicy
+from weightpush_server.hostcopy import HostBudget, HostCopy
+from weightpush_server.ranks import server_rank
 from weightpush_server.reload.contract import PIN_DEVICES
 from weightpush_server.reload.coverage import WriteLog, WriteRecorder
 from weightpush_server.reload.layout import (
@@ -53,6 +55,12 @@ INNER_FORMAT_KEY: Final = "weightpush_inner_format"
 #: Keys of ``model_loader_extra_config`` for where updates write, and whether a model must show that it can be reloaded.
 POLICY_KEY: Final = "weightpush_storage_policy"
 SELF_CHECK_KEY: Final = "weightpush_self_check"
+
+#: Keys for whether what is loaded is kept in host memory as well, and for how much of it in bytes.
+KEEP_COPY_KEY: Final = "weightpush_keep_copy"
+COPY_BUDGET_KEY: Final = "weightpush_copy_budget"
+#: How often the start looks whether its copy still fits, in bytes of it.
+_LOOK_BYTES: Final = 256 * 2**20
 
 #: Formats that read vLLM's own state dict instead of a checkpoint: there is no checkpoint layout to record.
 _WITHOUT_CHECKPOINT: Final = frozenset({"sharded_state", "runai_streamer_sharded"})
@@ -85,7 +93,10 @@ class WeightpushLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not an
         inner_format = str(extra.pop(INNER_FORMAT_KEY, "auto"))
         self._policy = StoragePolicy(extra.pop(POLICY_KEY, StoragePolicy.SCRATCH))
         self._self_check = bool(extra.pop(SELF_CHECK_KEY, True))
+        self._keep_copy = bool(extra.pop(KEEP_COPY_KEY, False))
+        self._copy_budget = HostBudget(extra.pop(COPY_BUDGET_KEY, None))
         self._is_target = True
+        self._is_first = True
         if inner_format == LOAD_FORMAT or inner_format in _WITHOUT_CHECKPOINT:
             raise ValueError(
                 f"load format {inner_format!r} cannot be used under {LOAD_FORMAT!r}: name one that reads a checkpoint"
@@ -123,7 +134,8 @@ class WeightpushLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not an
             self._inner.load_weights(model, model_config)
             return
         constructed = _small_storages(model) if self._is_dummy else None
-        heard = _Checkpoint()
+        keeps = self._keep_copy and self._is_target and self._is_first
+        heard = _Checkpoint(_GrowingCopy(self._copy_budget) if keeps else None)
         writes = WriteLog()
         with _listening(model, heard), WriteRecorder(writes):
             self._inner.load_weights(model, model_config)
@@ -140,6 +152,7 @@ class WeightpushLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not an
             pin_devices=self.pin_devices,
         )
         layout.digests = heard.digests
+        layout.host_copy = heard.copy()
         # What is refused for its kind need not be tried.
         checked = self._self_check and self._is_target and not layout.preprocessed and quantized_online(model) is None
         shadows = checked and has_room(model, _device_of(model))
@@ -155,6 +168,7 @@ class WeightpushLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not an
         """
         # Updates write the model that the server is named for. Drafts come through the same loader.
         self._is_target = model_config is vllm_config.model_config
+        self._is_first = server_rank(vllm_config, vllm_config.parallel_config.rank) == 0
         registry = _LayerRegistry(vllm_config)
         model = self._make(vllm_config, model_config, prefix)
         layout = find_layout(model)
@@ -203,10 +217,35 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for _, tensor in registered_slots(model) if not tensor.is_meta), torch.device("cpu"))
 
 
+class _GrowingCopy:
+    """A copy of tensors whose number nobody knows yet, as long as there is room for it."""
+
+    def __init__(self, budget: HostBudget) -> None:
+        self._budget = budget
+        self._nbytes = 0
+        self._allowed = 0
+        self.copy: HostCopy | None = HostCopy()
+
+    def add(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
+        """Take ``tensor`` in, or give the whole copy up."""
+        if self.copy is None:
+            return
+        self._nbytes += spec.nbytes
+        if self._nbytes > self._allowed:
+            total = self._budget.total(self._nbytes - spec.nbytes)
+            if self._nbytes > total:
+                self.copy = None
+                logger.warning("no copy of the weights of the start is kept: more than %d bytes do not fit", total)
+                return
+            self._allowed = min(total, self._nbytes + _LOOK_BYTES)
+        self.copy.add(spec, tensor.contiguous().reshape(-1).view(torch.uint8))
+
+
 class _Checkpoint:
     """What was heard of a checkpoint while it was loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, growing: _GrowingCopy | None = None) -> None:
+        self._growing = growing
         self._specs: dict[str, TensorSpec] = {}
         self._unspeakable: str | None = None
         parallel = model_parallel_is_initialized()
@@ -224,9 +263,20 @@ class _Checkpoint:
                     # Outside the recorder of writes: it would look at every step of the digest.
                     with _disable_current_modes():
                         self.digests[name] = tensor_digest(tensor)
+                if self._growing is not None:
+                    with _disable_current_modes():
+                        self._growing.add(self._specs[name], tensor)
             except ValueError as error:
                 self._unspeakable = f"{name!r}: {error}"
             yield name, tensor
+
+    def copy(self) -> HostCopy | None:
+        """Return the copy of all tensors, if there is one."""
+        copy = self._growing.copy if self._growing is not None else None
+        if copy is None or self._unspeakable is not None or not copy.tensors:
+            return None
+        copy.digests = dict(self.digests)
+        return copy
 
     def specs(self) -> tuple[TensorSpec, ...] | None:
         """Return the tensors in order; None if there were none, or one of them cannot travel."""

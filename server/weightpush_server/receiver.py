@@ -1,4 +1,4 @@
-"""The worker's side of the data plane: a thread that receives, checks and lands the buckets of one update.
+"""The worker's side of the data plane: a thread that receives and checks the buckets of one update, and lands them.
 
 It lives in a thread of its own because an RPC to a worker is serial with everything else that the engine asks of it:
 the RPC that announces a bucket only puts it on a queue. Progress and the first error go to the shared record.
@@ -18,12 +18,14 @@ import torch
 from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
-from weightpush_protocol.messages import BeginRequest, DigestKind
+from weightpush_protocol.messages import BeginRequest, DigestKind, UpdateMode
 from weightpush_protocol.transports.base import Receiver
 from weightpush_protocol.transports.collective import CollectiveReceiver
 from weightpush_protocol.transports.http import digests_from_metadata, parse_header
+from weightpush_server.hostcopy import HostCopy
 from weightpush_server.progress import ProgressWriter
 from weightpush_server.reload import ReloadSession
+from weightpush_server.stored import view_tensor
 
 #: How often a waiting worker looks whether its trainer still lives, in seconds.
 _LOOK_S: Final = 0.25
@@ -37,25 +39,27 @@ class _Job:
     spool: Path | None = None
 
 
-def view_tensor(buffer: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
-    """Return the tensor that lies at byte ``offset`` of a 1-d uint8 buffer, without a copy where it is aligned."""
-    raw = buffer[offset : offset + spec.nbytes]
-    if (raw.data_ptr() % max(spec.torch_dtype.itemsize, 1)) or (raw.storage_offset() % spec.torch_dtype.itemsize):
-        raw = raw.clone()
-    return raw.view(spec.torch_dtype).view(spec.shape)
-
-
 class UpdateReceiver:
-    """Receives and lands one update on one worker.
+    """Receives one update on one worker, and lands it unless it is staged.
 
     ``connect`` brings up the data plane, ``attach`` says where bytes land, ``expect`` announces buckets, ``stop`` ends
-    it from any thread. After the first error nothing more is received or landed.
+    it from any thread. After the first error nothing more is received or landed. ``copy`` gets every tensor, too; of a
+    staged update all workers take part, but only the one that has the copy looks at the bytes.
     """
 
     def __init__(
-        self, begin: BeginRequest, *, epoch: int, rank: int, device: torch.device, progress: ProgressWriter
+        self,
+        begin: BeginRequest,
+        *,
+        epoch: int,
+        rank: int,
+        device: torch.device,
+        progress: ProgressWriter,
+        copy: HostCopy | None = None,
     ) -> None:
         self.begin = begin
+        self._copy = copy
+        self._staged = begin.mode is UpdateMode.STAGED
         self.epoch = epoch
         self._rank = rank
         self._device = device
@@ -155,10 +159,14 @@ class UpdateReceiver:
         buffer, entries, digests = self._read_spool(job) if job.spool is not None else self._receive(job)
         for spec, offset in entries:
             self._check_digest(spec, buffer[offset : offset + spec.nbytes], digests.get(spec.name))
-        self.session.land(self._until_stopped(buffer, entries))
-        if self._device.type == "cuda":
-            # Copies are queued; the buffer is reused and progress is told only when they are done.
-            torch.cuda.synchronize(self._device)
+        if self._copy is not None:
+            for spec, offset in entries:
+                self._copy.add(spec, buffer[offset : offset + spec.nbytes])
+        if not self._staged:
+            self.session.land(self._until_stopped(buffer, entries))
+            if self._device.type == "cuda":
+                # Copies are queued; the buffer is reused and progress is told only when they are done.
+                torch.cuda.synchronize(self._device)
         self._landed.update(spec.name for spec, _ in entries)
         self._progress.advance(
             epoch=self.epoch,
@@ -197,7 +205,7 @@ class UpdateReceiver:
             raise WeightPushError(ErrorCode.BUCKET_OUT_OF_ORDER, message)
         entries = [(spec, header.data_start + offset) for spec, offset in header.entries]
         self._check_entries(job.bucket, [spec for spec, _ in entries])
-        buffer = raw if self._device.type == "cpu" else raw.to(self._device)
+        buffer = raw if self._device.type == "cpu" or self._staged else raw.to(self._device)
         return buffer, entries, digests
 
     def _check_entries(self, number: int, specs: list[TensorSpec]) -> None:
@@ -232,7 +240,9 @@ class UpdateReceiver:
         if expected is None:
             message = f"no digest came with {spec.name!r}; send digests, or begin with digest 'none'"
             raise WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details={"tensor": spec.name})
-        found = tensor_digest(raw)
+        # Only one worker's bytes of a staged update ever land.
+        looks = self._copy is not None or not self._staged
+        found = tensor_digest(raw) if looks else expected
         if found != expected:
             message = f"{spec.name!r} arrived changed: digest {found}, the trainer says {expected}"
             details = {"tensor": spec.name, "expected": expected, "given": found}

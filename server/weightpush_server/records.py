@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 from pydantic import AwareDatetime, BaseModel, Field
 
@@ -13,6 +14,8 @@ from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
 from weightpush_protocol.messages import (
     BeginAnswer,
+    CopyRole,
+    CopyStatus,
     Deadlines,
     DigestKind,
     FinishAnswer,
@@ -26,6 +29,10 @@ from weightpush_protocol.messages import (
     utc_now,
 )
 from weightpush_protocol.state import Event, Phase, ServerState, next_state
+
+#: What stands in the place of a transport where a kept copy lands again, or a checkpoint on the server's disk.
+FROM_COPY: Final = "copy"
+FROM_DISK: Final = "disk"
 
 #: How many ended updates are remembered, so that a repeated call learns how its update ended.
 _REMEMBERED = 8
@@ -63,9 +70,9 @@ class UpdateRecord(BaseModel):
     in_flight: InFlight
     digest: DigestKind
     deadlines: Deadlines
-    tensors_total: int
-    bytes_total: int
-    buckets_total: int
+    tensors_total: int = 0
+    bytes_total: int = 0
+    buckets_total: int = 0
     buckets_announced: int = 0
     #: Key of the last call that announced a bucket: the same call again is a retry, another one is a mistake.
     last_call_id: str | None = None
@@ -83,6 +90,10 @@ class UpdateRecord(BaseModel):
     evict: bool = False
     begin_answer: BeginAnswer | None = None
     finishing: bool = False
+    #: The kept copy that lands again: a rollback.
+    restores: CopyRole | None = None
+    #: The failed update that this rollback undoes without being asked.
+    undoes: str | None = None
     #: Set when the update is lost: nobody goes on with it while its failure is being carried out.
     failure: ErrorDetail | None = None
 
@@ -142,6 +153,7 @@ class ControlRecord(BaseModel):
     weight_version: str
     previous_version: str | None = None
     epoch: int = 0
+    committed_epoch: int = 0
     #: Epoch of the last committed update that let requests go on across it (``in_flight: keep``).
     kept_epoch: int = 0
     fingerprint: str | None = None
@@ -159,6 +171,67 @@ class ControlRecord(BaseModel):
         """Move to the next state. Raises ``IllegalTransitionError`` where the table has no such row."""
         origin = self.update.origin if self.update is not None else self.state
         self.state = next_state(self.state, event, origin=origin)
+
+    def stage(self) -> None:
+        """Go to ``STAGING``: the old weights serve on while the new ones arrive."""
+        self._running()
+        self.apply(Event.BEGIN_STAGED)
+
+    def reserve(
+        self, update_id: str, request_digest: str, make: Callable[[ControlRecord], UpdateRecord]
+    ) -> tuple[bool, UpdateRecord]:
+        """Make an update the running one, if none is; ``False``: it is running already, and this call repeats it.
+
+        ``make`` gets this record with the update's epoch in place; what it raises leaves everything as it was.
+
+        Raises:
+            WeightPushError: ``update_in_progress``, or what became of the update, if it ended before.
+        """
+        if self.find_ended(update_id) is not None:
+            self.active(update_id)  # Raises what became of it.
+        running = self.update
+        if running is not None:
+            if running.update_id == update_id and running.request_digest == request_digest:
+                self.active(update_id)
+                return False, running
+            silent = time.monotonic() - running.lease_renewed
+            raise WeightPushError(
+                ErrorCode.UPDATE_IN_PROGRESS,
+                f"update {running.update_id} is running ({running.phase.value}, last call {silent:.0f} s ago, "
+                f"lease {running.deadlines.lease_s:g} s): wait for its end, or abort it (`weightpush abort URL`)",
+                details={
+                    "running": running.update_id,
+                    "phase": running.phase.value,
+                    "silent_s": round(silent, 3),
+                    "lease_s": running.deadlines.lease_s,
+                },
+                update_id=running.update_id,
+                state=self.state,
+            )
+        self.epoch += 1
+        self.update = make(self)
+        return True, self.update
+
+    def begin_undoing(self, failed: UpdateRecord, copy: CopyStatus) -> UpdateRecord | None:
+        """Begin to go back to the weights of before ``failed``, if that is a staged update that spoilt them."""
+        if failed.mode is not UpdateMode.STAGED or self.state is not ServerState.FAILED:
+            return None
+        self.epoch += 1
+        self.update = UpdateRecord(
+            update_id=f"undo-{failed.update_id}"[:64],
+            epoch=self.epoch,
+            request_digest="",
+            mode=UpdateMode.DIRECT,
+            origin=self.state,
+            weight_version=copy.weight_version,
+            transport=FROM_COPY,
+            in_flight=InFlight.ABORT,
+            digest=DigestKind.NONE,
+            deadlines=failed.deadlines,
+            restores=CopyRole.SERVED,
+            undoes=failed.update_id,
+        )
+        return self.update
 
     def active(self, update_id: str, epoch: int | None = None) -> UpdateRecord:
         """Return the running update if it is this one.
@@ -205,15 +278,15 @@ class ControlRecord(BaseModel):
         )
 
     def close_gate(self) -> None:
-        """Leave the origin for ``UPDATING``: from here on generation routes answer 503."""
+        """Go to ``UPDATING``: from here on generation routes answer 503."""
         update = self._running()
-        self.apply(Event.BEGIN_DIRECT)
+        self.apply(Event.LAND if self.state is ServerState.STAGING else Event.BEGIN_DIRECT)
         update.gate_closed = time.monotonic()
 
     def label(self, *, entered_epoch: int, entered_version: str) -> str:
-        """Return the version of an answer whose request came in at ``entered_epoch``, when ``entered_version`` served.
+        """Return the version of an answer whose request came in when ``entered_version`` served.
 
-        Both versions, where the request was kept across an update.
+        ``entered_epoch``: the ``committed_epoch`` of then. Both versions, where the request was kept across an update.
         """
         update = self.update
         if (
@@ -251,9 +324,15 @@ class ControlRecord(BaseModel):
             phase_seconds=update.phase_seconds,
             finished_at=utc_now(),
         )
-        self.previous_version, self.weight_version = self.weight_version, update.weight_version
+        if update.restores is None:
+            self.previous_version = self.weight_version
+        elif update.restores is CopyRole.PREVIOUS:
+            self.previous_version = None  # What was served before that is not known any more.
+        self.weight_version = update.weight_version
         self.fingerprint = fingerprint
-        self.last_error = None
+        if update.undoes is None:
+            self.last_error = None
+        self.committed_epoch = update.epoch
         if update.in_flight is InFlight.KEEP:
             self.kept_epoch = update.epoch
         self.apply(Event.COMMIT)
@@ -313,6 +392,7 @@ class WorkerRecord(BaseModel):
     bytes_done: int = 0
     progress_at: float = 0.0
     error: ErrorDetail | None = None
+    copies: list[CopyStatus] = Field(default_factory=list)
 
 
 def build_status(control: ControlRecord, workers: list[WorkerRecord]) -> Status:
@@ -329,8 +409,9 @@ def build_status(control: ControlRecord, workers: list[WorkerRecord]) -> Status:
         last_error=control.last_error,
         last_update=control.last_update,
         fingerprint=control.fingerprint,
+        copies=[copy for worker in workers for copy in worker.copies],
         workers=[
-            WorkerStatus(**worker.model_dump(exclude={"epoch", "error", "connected", "progress_at"}))
+            WorkerStatus(**worker.model_dump(exclude={"epoch", "error", "connected", "progress_at", "copies"}))
             for worker in workers
         ],
     )

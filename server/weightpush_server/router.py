@@ -21,7 +21,9 @@ from weightpush_protocol.manifest import NAMED_OFFENDERS
 from weightpush_protocol.messages import (
     AbortRequest,
     BeginRequest,
+    DiskReloadRequest,
     FinishRequest,
+    RollbackRequest,
     Status,
     StreamRequest,
     VerifyRequest,
@@ -76,7 +78,7 @@ def _status_response(status: Status) -> Response:
 
 
 async def _body(request: Request, model: type[_Model], limit: int) -> _Model:
-    """Read and validate a JSON body.
+    """Read and validate a JSON body; no body stands for ``{}`` where that is enough.
 
     Raises:
         WeightPushError: ``too_large``, or ``invalid_request`` with the first offending fields.
@@ -88,6 +90,8 @@ async def _body(request: Request, model: type[_Model], limit: int) -> _Model:
             raise WeightPushError(
                 ErrorCode.TOO_LARGE, f"the body is larger than {limit} bytes", details={"limit_bytes": limit}
             )
+    if not data and not any(field.is_required() for field in model.model_fields.values()):
+        return model()
     try:
         if len(data) <= _SMALL_BODY_BYTES:
             return model.model_validate_json(bytes(data))
@@ -204,6 +208,22 @@ async def finish(request: Request) -> Response:
     context = _context(request)
     body = await _body(request, FinishRequest, _SMALL_BODY_BYTES)
     return _json(await context.coordinator.finish(body))
+
+
+@router.post("")
+async def load(request: Request) -> Response:
+    """Load a checkpoint directory from below a ``--reload-root``: a whole update in one call."""
+    context = _context(request)
+    body = await _body(request, DiskReloadRequest, _SMALL_BODY_BYTES)
+    return _json(await context.coordinator.load(body))
+
+
+@router.post("/rollback")
+async def rollback(request: Request) -> Response:
+    """Go back to the weights of before, of which the server keeps a copy."""
+    context = _context(request)
+    body = await _body(request, RollbackRequest, _SMALL_BODY_BYTES)
+    return _json(await context.coordinator.rollback(body))
 
 
 @router.post("/abort")

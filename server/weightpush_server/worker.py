@@ -8,36 +8,30 @@ vLLM's RPC would arrive as text, without its code.
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
-
-import torch
+from typing import Any, Concatenate, ParamSpec
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import BeginRequest, ManifestAnswer, UpdateMode, VerifyRequest
+from weightpush_protocol.manifest import TensorSpec
+from weightpush_protocol.messages import BeginRequest, CopyRole, ManifestAnswer, UpdateMode, VerifyRequest
 from weightpush_protocol.transports.base import check_available
-from weightpush_server.config import ServerConfig
-from weightpush_server.guard import TaintedGuard
-from weightpush_server.progress import ProgressWriter
+from weightpush_server.ranks import server_rank
 from weightpush_server.receiver import UpdateReceiver
-from weightpush_server.records import WorkerRecord
 from weightpush_server.reload import (
-    Planner,
-    ReloadProof,
     check_awake,
     check_draft,
     check_reloadable,
     finish_reload,
+    foresee_ways,
     start_reload,
 )
-from weightpush_server.reload.layout import ModelLayout, find_layout
-from weightpush_server.shared_state import SharedState
+from weightpush_server.reload.layout import find_layout
+from weightpush_server.stored import OpenCheckpoint, StoredCheckpoint
 from weightpush_server.verify import ServedModel
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from weightpush_server.worker_state import WorkerState
+from weightpush_server.worker_update import WorkerUpdate
 
 _P = ParamSpec("_P")
 _Envelope = dict[str, Any]
@@ -64,127 +58,10 @@ def _rpc(
     return enveloped
 
 
-def server_rank(vllm_config: VllmConfig, rank: int) -> int:
-    """Return the position of a worker among all workers of its server: engine by engine, as on the data plane."""
-    parallel = vllm_config.parallel_config
-    return int(parallel.data_parallel_index) * int(parallel.world_size) + rank
-
-
-def usable_transports(device: torch.device) -> list[str]:
-    """List the transports that can run on this worker."""
-    usable = []
-    for name in ("nccl", "gloo", "http"):
-        try:
-            check_available(name, device)
-        except WeightPushError:
-            continue
-        usable.append(name)
-    return usable
-
-
-class _WorkerState:
-    """Everything that weightpush keeps in a worker process."""
-
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
-        self.guard = TaintedGuard()
-        self.guard.install(worker.model_runner)
-        config = ServerConfig.from_environment()
-        device = torch.device(worker.device)
-        self.device = device
-        self.rank = server_rank(worker.vllm_config, worker.rank)
-        record = WorkerRecord(
-            rank=self.rank,
-            pid=os.getpid(),
-            device=str(device),
-            transports=usable_transports(device),
-            weight_version=config.weight_version,
-        )
-        self.progress = ProgressWriter(SharedState(config.state_file), record)
-        self.receiver: UpdateReceiver | None = None
-        self.served: ServedModel | None = None
-        self.closed: ReloadProof | None = None
-        self._unfinished: list[UpdateReceiver] = []
-        self.epoch = 0
-        self._planner: Planner | None = None
-
-    @property
-    def model(self) -> torch.nn.Module:
-        model: torch.nn.Module = self.worker.get_model()
-        return model
-
-    def layout(self) -> ModelLayout:
-        layout = find_layout(self.model)
-        if layout is None or layout.checkpoint is None:
-            raise WeightPushError(
-                ErrorCode.LAYOUT_UNKNOWN,
-                "this server does not know which tensors its checkpoint has: start it on a directory with safetensors "
-                "files, or with a load format that reads a checkpoint",
-            )
-        return layout
-
-    def planner(self) -> Planner:
-        """Return what plans this model's updates. Raises LAYOUT_UNKNOWN where no cold start was recorded."""
-        if self._planner is None:
-            layout = find_layout(self.model)
-            if layout is None:
-                raise WeightPushError(
-                    ErrorCode.LAYOUT_UNKNOWN,
-                    "the cold start of this model was not recorded; start the server with --load-format weightpush",
-                )
-            self._planner = Planner(
-                self.model, layout, vllm_config=self.worker.vllm_config, device=torch.device(self.device)
-            )
-        return self._planner
-
-    def publish_reloadable(self) -> None:
-        """Say in the shared record whether this model can take updates, and why not."""
-        layout, refused = find_layout(self.model), None
-        try:
-            check_reloadable(self.model, self.worker.vllm_config, planned=True)
-        except WeightPushError as error:
-            refused = error.body().error
-        self.progress.update(
-            self_check=layout.self_check.outcome.value if layout is not None else None, reload_refused=refused
-        )
-
-    def current(self, epoch: int) -> UpdateReceiver:
-        if self.receiver is None or self.receiver.epoch != epoch:
-            raise WeightPushError(
-                ErrorCode.STALE_UPDATE, f"worker {self.rank} runs epoch {self.epoch}, the call belongs to {epoch}"
-            )
-        if (error := self.progress.record.error) is not None:
-            raise WeightPushError.from_detail(error)
-        return self.receiver
-
-    def drop_receiver(self) -> None:
-        if self.receiver is not None:
-            self.receiver.stop()
-            if self.receiver.alive:
-                self._unfinished.append(self.receiver)
-            self.receiver = None
-
-    def check_quiet(self) -> None:
-        """Refuse as long as a thread of an earlier update may still write into the model."""
-        self._unfinished = [receiver for receiver in self._unfinished if receiver.alive]
-        if self._unfinished:
-            epochs = [receiver.epoch for receiver in self._unfinished]
-            raise WeightPushError(
-                ErrorCode.UPDATE_IN_PROGRESS,
-                f"worker {self.rank} is still busy with a bucket of update epoch {epochs[0]}, which was given up: push "
-                "again in a moment",
-                details={"epochs": epochs},
-            )
-
-    def taint(self, tainted: bool) -> None:
-        self.guard.tainted = tainted
-        self.progress.update(tainted=tainted)
-
-
-def _state(worker: Any) -> _WorkerState:
-    state: _WorkerState | None = getattr(worker, "_weightpush_state", None)
+def _state(worker: Any) -> WorkerState:
+    state: WorkerState | None = getattr(worker, "_weightpush_state", None)
     if state is None:
-        state = worker._weightpush_state = _WorkerState(worker)
+        state = worker._weightpush_state = WorkerState(worker)
     return state
 
 
@@ -198,9 +75,12 @@ class WeightPushWorkerExtension:
         get_draft_model = getattr(state.worker.model_runner, "get_draft_model", None)
         if get_draft_model is not None:
             check_draft(state.model, get_draft_model())
+        layout = find_layout(state.model)
         if state.served is None:
             state.served = ServedModel(state.model)
-        if find_layout(state.model) is not None:
+            state.keep_start()
+        state.settle_copies()
+        if layout is not None:
             # The usual first begin finds its plan ready.
             state.planner().prepare()
         state.publish_reloadable()
@@ -214,61 +94,139 @@ class WeightPushWorkerExtension:
         return {"manifest": answer.model_dump_json()}
 
     @_rpc
-    def weightpush_check(self, begin_json: str) -> dict[str, Any]:
-        """Refuse an update that this worker cannot take. Changes nothing."""
+    def weightpush_check(self, epoch: int, begin_json: str) -> dict[str, Any]:
+        """Refuse a push that this worker cannot take; return how its tensors would land. Changes no weight."""
         begin = BeginRequest.model_validate_json(begin_json)
         state = _state(self)
-        state.check_quiet()  # Planning puts stand-ins in the model's place; a late landing must not meet them.
-        _check_begin(begin, state)
-        return {"tensors": len(begin.manifest.tensors)}
+        state.enter(epoch)
+        _check_transport(begin, state)
+        ways = _admit(state, begin.manifest.tensors, partial=state.partial(begin))
+        state.host_copy(begin.manifest.nbytes, staged=begin.mode is UpdateMode.STAGED)
+        state.checked = (epoch, begin)
+        return {"ways": ways}
 
     @_rpc
-    def weightpush_connect(self, epoch: int, begin_json: str) -> dict[str, Any]:
-        """Start receiving for update ``epoch``; the rendezvous goes on in the receive thread."""
+    def weightpush_connect(self, epoch: int) -> dict[str, Any]:
+        """Start receiving for the checked update ``epoch``; the rendezvous goes on in the receive thread."""
         state = _state(self)
-        state.drop_receiver()
+        if state.checked is None or state.checked[0] != epoch:
+            raise WeightPushError(ErrorCode.STALE_UPDATE, f"worker {state.rank} has not checked epoch {epoch}")
+        begin = state.checked[1]
+        state.checked = None
         state.check_quiet()
-        state.epoch = epoch
-        state.progress.begin(epoch)
-        state.receiver = UpdateReceiver(
-            BeginRequest.model_validate_json(begin_json),
-            epoch=epoch,
-            rank=state.rank,
-            device=state.device,
-            progress=state.progress,
+        copy = state.host_copy(begin.manifest.nbytes, staged=begin.mode is UpdateMode.STAGED)
+        receiver = UpdateReceiver(
+            begin, epoch=epoch, rank=state.rank, device=state.device, progress=state.progress, copy=copy
         )
-        state.receiver.connect()
+        update = WorkerUpdate(
+            epoch,
+            begin.manifest.tensors,
+            partial=state.partial(begin),
+            receiver=receiver,
+            copy=copy,
+            digests=receiver.digests,
+        )
+        state.start(update, begin.weight_version)
+        receiver.connect()
         return {}
+
+    @_rpc
+    def weightpush_staged(self, epoch: int) -> dict[str, Any]:
+        """Return where the tensors of a staged update lie, if this worker holds them."""
+        update = _state(self).current(epoch)
+        if update.copy is None:
+            return {}
+        update.copy.digests = dict(update.digests)
+        return {"stored": update.copy.describe().model_dump_json()}
+
+    @_rpc
+    def weightpush_room(self, nbytes: int) -> dict[str, Any]:
+        """Refuse a staged update of ``nbytes`` bytes that does not fit the budget for host memory."""
+        _state(self).host_copy(nbytes, staged=True)
+        return {}
+
+    @_rpc
+    def weightpush_kept(self, role: str) -> dict[str, Any]:
+        """Return where the tensors of a kept copy lie, and its version, if this worker keeps the copies."""
+        state = _state(self)
+        state.settle_copies()
+        if state.copies is None:
+            return {}
+        version, copy = state.copies.kept(CopyRole(role))
+        return {"weight_version": version, "stored": copy.describe().model_dump_json()}
+
+    @_rpc
+    def weightpush_stored(
+        self, epoch: int, weight_version: str, stored_json: str, restores: str | None = None
+    ) -> dict[str, Any]:
+        """Let update ``epoch`` land from files, by ``weightpush_land``; refuse what this worker cannot take.
+
+        A staged update runs already. Any other one starts here: ``restores`` names the kept copy that it is. Changes no
+        weight.
+        """
+        stored = StoredCheckpoint.model_validate_json(stored_json)
+        state = _state(self)
+        update = state.update
+        if update is not None and update.epoch == epoch:
+            update.read_from(OpenCheckpoint(stored), take_digests=False)
+            return {}
+        state.enter(epoch)
+        ways = _admit(state, stored.specs)
+        copy = state.copy_of(stored) if restores is None else None
+        update = WorkerUpdate(epoch, stored.specs, copy=copy)
+        update.read_from(OpenCheckpoint(stored), take_digests=True)
+        state.start(update, weight_version, restores=CopyRole(restores) if restores is not None else None)
+        return {"ways": ways}
 
     @_rpc
     def weightpush_open(self, epoch: int) -> dict[str, Any]:
         """Give the model its checkpoint layout back. From here on it cannot run."""
         state = _state(self)
-        receiver = state.current(epoch)
+        update = state.current(epoch)
         state.check_quiet()
         state.taint(True)
-        tensors = receiver.begin.manifest.tensors
         session = start_reload(
             state.model,
             vllm_config=state.worker.vllm_config,
             device=state.device,
-            plan=state.planner().plan(tensors),
-            partial=receiver.begin.partial,
+            plan=state.planner().plan(update.specs),
+            partial=update.partial,
         )
-        receiver.attach(session)
-        return {"ways": session.ways(tensors)}
+        update.attach(session)
+        return {}
+
+    @_rpc
+    def weightpush_land(self, epoch: int) -> dict[str, Any]:
+        """Land the stored tensors of an opened update. Returns when all have landed, or nobody wants them any more."""
+        state = _state(self)
+        update = state.current(epoch)
+        workers = state.shared.workers
+        with _as_error(ErrorCode.LANDING_FAILED, "landing"):
+            update.land(
+                device=state.device,
+                progress=state.progress,
+                check_wanted=lambda: state.check_wanted(epoch),
+                is_mine=lambda number: number % workers == state.rank,
+                copy_too=update.copy is not None and not update.copy.tensors,
+            )
+        return {}
 
     @_rpc
     def weightpush_expect(self, epoch: int, bucket: int, digests: dict[str, str], spool: str | None) -> dict[str, Any]:
         """Announce bucket ``bucket``. Returns at once."""
-        _state(self).current(epoch).expect(bucket, digests, Path(spool) if spool is not None else None)
+        receiver = _state(self).current(epoch).receiver
+        if receiver is None:
+            raise WeightPushError(ErrorCode.BUCKET_OUT_OF_ORDER, "a bucket was announced to an update that takes none")
+        receiver.expect(bucket, digests, Path(spool) if spool is not None else None)
         return {}
 
     @_rpc
     def weightpush_close(self, epoch: int) -> dict[str, Any]:
         """Run post-load processing and prove the result."""
         state = _state(self)
-        state.closed = proof = finish_reload(state.current(epoch).session)
+        update = state.current(epoch)
+        with _as_error(ErrorCode.POSTLOAD_FAILED, "post-load processing"):
+            update.proof = proof = finish_reload(update.opened)
         return {
             "fingerprint": proof.fingerprint,
             "tensors": proof.tensors,
@@ -280,19 +238,25 @@ class WeightPushWorkerExtension:
     def weightpush_commit(self, epoch: int, weight_version: str) -> dict[str, Any]:
         """Let the model run again, as ``weight_version``."""
         state = _state(self)
-        receiver, proof = state.current(epoch), state.closed
-        if state.served is None or proof is None:
+        update = state.current(epoch)
+        if state.served is None or update.proof is None:
             raise WeightPushError(ErrorCode.INTERNAL, "the update was to be committed before it was closed")
-        state.served.commit(
-            proof.prints, receiver.begin.manifest.tensors, receiver.digests, partial=receiver.begin.partial
-        )
-        state.closed = None
+        state.served.commit(update.proof.prints, update.specs, update.digests, partial=update.partial)
+        if update.copy is not None:
+            update.copy.digests = dict(update.digests)
+        state.awaiting = False
         if state.worker.vllm_config.lora_config is not None:
             # As vLLM does after its own reloads: adapters are loaded again when they are next asked for.
             state.worker.model_runner.reset_lora_state()
         state.progress.update(weight_version=weight_version)
         state.taint(False)
-        state.drop_receiver()
+        state.drop_update()
+        return {}
+
+    @_rpc
+    def weightpush_settle(self) -> dict[str, Any]:
+        """Keep the copy of what was committed last, in its place among the copies."""
+        _state(self).settle_copies()
         return {}
 
     @_rpc
@@ -310,19 +274,38 @@ class WeightPushWorkerExtension:
     def weightpush_abandon(self, epoch: int) -> dict[str, Any]:
         """Leave update ``epoch``: stop receiving. An opened model stays tainted until a later update commits."""
         state = _state(self)
-        if state.receiver is not None and state.receiver.epoch == epoch:
-            state.drop_receiver()
+        if state.update is not None and state.update.epoch == epoch:
+            state.drop_update()
+            if state.copies is not None:
+                state.copies.drop(epoch)
         return {"tainted": state.guard.tainted}
 
 
-def _check_begin(begin: BeginRequest, state: _WorkerState) -> None:
-    if begin.mode is UpdateMode.STAGED:
-        raise WeightPushError(ErrorCode.RELOAD_REFUSED, "this server has no staged mode yet; begin with mode 'direct'")
-    check_awake(state.worker)
-    check_reloadable(state.model, state.worker.vllm_config, planned=True)
-    state.planner().admit(begin.manifest.tensors, partial=begin.partial)
+@contextmanager
+def _as_error(code: ErrorCode, what: str) -> Iterator[None]:
+    """Give an exception of the model's own code a code of the contract; it is no fault of the server."""
+    try:
+        yield
+    except WeightPushError:
+        raise
+    except Exception as error:
+        details = {"exception": type(error).__name__}
+        raise WeightPushError(code, f"{what} raised {type(error).__name__}: {error}", details=details) from error
+
+
+def _check_transport(begin: BeginRequest, state: WorkerState) -> None:
     check_available(begin.transport.name, state.device)
     if begin.transport.name != "http" and not begin.manifest.buckets:
         raise WeightPushError(
             ErrorCode.INVALID_REQUEST, f"transport {begin.transport.name} needs the bucket plan in manifest.buckets"
         )
+
+
+def _admit(state: WorkerState, specs: Sequence[TensorSpec], *, partial: bool = False) -> str:
+    """Refuse tensors that this worker cannot take now; return how they would land."""
+    check_awake(state.worker)
+    check_reloadable(state.model, state.worker.vllm_config, planned=True)
+    plan = state.planner().admit(specs, partial=partial)
+    layout = find_layout(state.model)
+    assert layout is not None
+    return foresee_ways(layout, plan, specs)

@@ -28,11 +28,25 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(checkpoint("qwen3", 1, root), checkpoint("qwen3", 2, root))
 
 
+@dataclass(frozen=True)
+class ColdStart:
+    """What a server that was started on a checkpoint answers, by prompt, and its fingerprint."""
+
+    answers: dict[str, str]
+    fingerprint: str
+
+
 @pytest.fixture(scope="session")
-def cold_b(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Answers of a server that was started on B."""
+def cold_start_b(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> ColdStart:
+    """A server that was started on B."""
     with ServerProcess(checkpoints.b, folder=tmp_path_factory.mktemp("cold-b")) as server:
-        return {prompt: server.answer(prompt) for prompt in PROMPTS}
+        return ColdStart({prompt: server.answer(prompt) for prompt in PROMPTS}, server.status()["fingerprint"])
+
+
+@pytest.fixture(scope="session")
+def cold_b(cold_start_b: ColdStart) -> dict[str, str]:
+    """Answers of a server that was started on B."""
+    return cold_start_b.answers
 
 
 @pytest.fixture(scope="session")

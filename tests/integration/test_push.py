@@ -10,12 +10,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from integration.conftest import PROMPTS, TOKEN, Checkpoints
 from support.raw import RawUpdate, read_tensors
 from support.server import ServerProcess
+from support.traffic import Traffic
 from weightpush_client import WeightPusher
 from weightpush_protocol.messages import VERSION_HEADER
 
@@ -74,57 +74,6 @@ def test_nothing_cached_survives_a_push(
     assert server.answer(prompt) == cold_a[prompt]
 
 
-class Traffic:
-    """Clients that ask all the time, and what they were told."""
-
-    def __init__(self, server: ServerProcess, clients: int = 2) -> None:
-        self.server = server
-        self.answers: Counter[tuple[str, str, str]] = Counter()
-        self.refused: Counter[int] = Counter()
-        self.slow_status = 0.0
-        self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(clients + 1)
-        self._jobs = [self._pool.submit(self._ask, number) for number in range(clients)]
-        self._jobs.append(self._pool.submit(self._watch))
-
-    def _ask(self, number: int) -> None:
-        turn = number
-        while not self._stop.is_set():
-            prompt = PROMPTS[turn % len(PROMPTS)]
-            turn += 1
-            response = self.server.complete(prompt)
-            if response.status_code == 200:
-                choice = response.json()["choices"][0]
-                if choice["finish_reason"] == "length":
-                    self.answers[response.headers[VERSION_HEADER], prompt, choice["text"]] += 1
-                else:
-                    assert choice["finish_reason"] == "abort", choice
-            else:
-                self.refused[response.status_code] += 1
-                if "Retry-After" not in response.headers:
-                    assert self.server.status()["state"] in ("serving", "updating", "failed")
-                time.sleep(0.005)
-
-    def _watch(self) -> None:
-        with httpx.Client(base_url=self.server.url, trust_env=False, timeout=30) as client:
-            while not self._stop.is_set():
-                started = time.monotonic()
-                status = client.get("/reload/status")
-                self.slow_status = max(self.slow_status, time.monotonic() - started)
-                assert status.status_code == (200 if status.json()["serving"] else 503)
-                assert client.get("/health").status_code == 200
-                time.sleep(0.02)
-
-    def __enter__(self) -> Traffic:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._pool.shutdown()
-        for job in self._jobs:
-            job.result()
-
-
 @pytest.mark.slow
 @pytest.mark.case("C11", "C37", "C86")
 @pytest.mark.parametrize("in_flight", ["wait", "abort"])
@@ -138,7 +87,7 @@ def test_under_traffic_every_answer_is_purely_old_or_new(
 ) -> None:
     pure = {"A": cold_a, "B": cold_b}
     push("A")
-    with Traffic(server) as traffic:
+    with Traffic(server, PROMPTS) as traffic:
         for number in range(20):
             push("BA"[number % 2] + f"-{number}", in_flight=in_flight)
             time.sleep(0.15)

@@ -32,6 +32,7 @@ from weightpush_protocol.messages import (
     BeginAnswer,
     BeginRequest,
     DigestKind,
+    DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
     LastError,
@@ -149,6 +150,7 @@ class ContractServer:
         self.calls: list[str] = []
         self.authorizations: set[str | None] = set()
         self.begins: list[BeginRequest] = []
+        self.loads: list[DiskReloadRequest] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.ended: dict[str, str] = {}
         self.protocol = PROTOCOL_VERSION
@@ -198,6 +200,7 @@ class ContractServer:
             ("POST", "abort"),
         ):
             app.add_api_route(f"/reload/{name}", self._route(name), methods=[method], response_model=None)
+        app.add_api_route("/reload", self._route("load"), methods=["POST"], response_model=None)
         return app
 
     def _route(self, name: str) -> Callable[[Request], Awaitable[Response]]:
@@ -380,6 +383,21 @@ class ContractServer:
             self._active(finish.update_id, finish.epoch)
             self._commit(update)
         return Response(self._answers[finish.update_id].model_dump_json(), media_type="application/json")
+
+    async def _load(self, request: Request) -> Response:
+        """Answer as a server that has loaded a checkpoint without reading it."""
+        self.loads.append(load := DiskReloadRequest.model_validate_json(await request.body()))
+        self._version = load.weight_version
+        answer = FinishAnswer(
+            update_id=str(load.update_id),
+            weight_version=load.weight_version,
+            fingerprint="f" * 16,
+            tensors=1,
+            bytes=4,
+            seconds=0.5,
+            pause_seconds=0.25,
+        )
+        return Response(answer.model_dump_json(), media_type="application/json")
 
     def _commit(self, update: _Update) -> None:
         begin = update.request

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from weightpush_server.processes import children_of
 
 PLUGIN_FOLDER = Path(__file__).parent / "vllm_plugin"
 
@@ -78,8 +81,32 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
+        """Process id of the supervisor."""
         assert self._process is not None
         return self._process.pid
+
+    def processes(self) -> dict[int, str]:
+        """Return the command line of every process of the server by id: supervisor, keeper, and all below them."""
+        found, parents = {self.pid: ""}, [self.pid]
+        while parents:
+            parent = parents.pop()
+            for child in children_of(parent):
+                found[child] = ""
+                parents.append(child)
+        for pid in list(found):
+            with contextlib.suppress(OSError):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    @property
+    def keeper_pid(self) -> int:
+        """Process id of the keeper."""
+        return children_of(self.pid)[0]
+
+    @property
+    def server_pid(self) -> int:
+        """Process id of the server's first process: with one API process, this is it."""
+        return next(pid for pid in children_of(self.keeper_pid) if "weightpush_server" in self.processes()[pid])
 
     def start(self) -> ServerProcess:
         """Launch without waiting."""
@@ -91,13 +118,20 @@ class ServerProcess:
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> ServerProcess:
         """Wait until it serves."""
+        return self._wait(200, timeout_s)
+
+    def wait_up(self, timeout_s: float = START_TIMEOUT_S) -> ServerProcess:
+        """Wait until it answers, whether it serves or awaits weights."""
+        return self._wait(503, timeout_s)
+
+    def _wait(self, at_most: int, timeout_s: float) -> ServerProcess:
         assert self._process is not None
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise RuntimeError(f"the server exited with {self._process.returncode}:\n{self.tail()}")
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/reload/status", trust_env=False, timeout=2).status_code == 200:
+                if httpx.get(f"{self.url}/reload/status", trust_env=False, timeout=2).status_code <= at_most:
                     return self
             time.sleep(0.2)
         raise TimeoutError(f"the server was not up after {timeout_s} s:\n{self.tail()}")
@@ -152,6 +186,15 @@ class ServerProcess:
                 raise TimeoutError(f"still {status['state']}, not {state}: {status}\n{self.tail()}")
             time.sleep(0.02)
         return status
+
+    def wait_running(self, timeout_s: float = 30) -> None:
+        """Wait until the engine works on a request."""
+        deadline = time.monotonic() + timeout_s
+        with self.client() as client:
+            while not re.search(r"^vllm:num_requests_running\S* [1-9]", client.get("/metrics").text, re.MULTILINE):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no request runs:\n{self.tail()}")
+                time.sleep(0.02)
 
     def complete(self, prompt: str = "weights", *, max_tokens: int = 12, **options: Any) -> httpx.Response:
         """Ask for a greedy completion."""

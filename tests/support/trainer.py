@@ -2,7 +2,7 @@
 
 It pushes a checkpoint in small buckets. Where the progress says ``PAUSE_AT`` (``stream:0`` is after ``begin``,
 ``stream:2`` between buckets, ``finish`` before ``finish``; ``none`` is never) it prints ``paused`` and sleeps for ever.
-The lease of the update is ``LEASE_S`` seconds.
+The lease of the update is ``LEASE_S`` seconds, its mode ``MODE``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ BUCKET_BYTES = 40_000
 
 
 def start(
-    url: str, directory: Path, version: str, *, transport: str, pause_at: str, token: str | None, lease_s: float
+    url: str,
+    directory: Path,
+    version: str,
+    *,
+    transport: str,
+    pause_at: str,
+    token: str | None,
+    lease_s: float,
+    mode: str = "direct",
 ) -> subprocess.Popen[str]:
     """Start a trainer process; with ``pause_at`` it has reached that point when this returns."""
     tests = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "LEASE_S": str(lease_s), "PYTHONPATH": str(tests)}
+    environment = {**os.environ, "LEASE_S": str(lease_s), "MODE": mode, "PYTHONPATH": str(tests)}
     if token is not None:
         environment["WEIGHTPUSH_CONTROL_TOKEN"] = token
     command = [sys.executable, "-m", "support.trainer", url, str(directory), version, transport, pause_at]
@@ -48,7 +56,8 @@ def main() -> None:
             time.sleep(3600)
 
     deadlines = Deadlines(lease_s=float(os.environ["LEASE_S"]), bucket_s=20)
-    with WeightPusher(url, transport=transport, bucket_bytes=BUCKET_BYTES, deadlines=deadlines) as pusher:
+    mode = os.environ["MODE"]
+    with WeightPusher(url, transport=transport, mode=mode, bucket_bytes=BUCKET_BYTES, deadlines=deadlines) as pusher:
         print(pusher.push(directory, weight_version=version, progress=pause), flush=True)
 
 

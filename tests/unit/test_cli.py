@@ -153,6 +153,25 @@ def test_a_push_of_nothing_fails_before_any_server_is_asked(server: ContractServ
     assert server.calls == []
 
 
+def test_a_push_from_disk_reads_nothing_here(
+    server: ContractServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    push = ("push", "sub/../there", "--url", server.url, "--version", "v1", "--from-disk")
+    code, out, err = run(*push, "--in-flight", "keep", "--drain-timeout", "3")
+    assert (code, err) == (0, "")
+    assert f"{server.url} loaded v1 from {tmp_path}/there: 1 tensors" in out
+    assert run(*push, "--mode", "direct", "--quiet")[:2] == (0, "")
+    first, second = server.loads
+    assert (first.path, first.weight_version, first.mode) == (f"{tmp_path}/there", "v1", "staged")
+    assert (first.in_flight, first.deadlines, second.mode) == ("keep", Deadlines(drain_s=3), "direct")
+    assert first.update_id != second.update_id
+    code, _, err = run(*push, "--partial")
+    assert code == 2
+    assert "leave --partial out" in err
+    assert server.calls == ["load", "load"]
+
+
 def test_an_unreachable_server_is_two(checkpoint: Path) -> None:
     code, _, err = run("push", checkpoint, "--url", dead_url(), "--version", "v1")
     assert code == 2
@@ -320,9 +339,9 @@ def test_abort(server: ContractServer) -> None:
 
 def test_serve_hands_everything_over_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
-    module = types.ModuleType("weightpush_server.app")
-    module.main = given.append  # type: ignore[attr-defined]  # a module made here has no such attribute yet
-    monkeypatch.setitem(sys.modules, "weightpush_server.app", module)
+    module = types.ModuleType("weightpush_server.supervisor")
+    module.launch = given.append  # type: ignore[attr-defined]  # a module made here has no such attribute yet
+    monkeypatch.setitem(sys.modules, "weightpush_server.supervisor", module)
     for arguments in (
         ["model", "--port", "1", "-tp", "2", "--api-key=x", "--", "--url"],
         ["--help"],

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from weightpush_protocol.state import ServerState
 from weightpush_server import app
 from weightpush_server.config import TOKEN_VARIABLE, ServerConfig, StoragePolicy
+from weightpush_server.rundir import RunDirectory
 from weightpush_server.shared_state import SharedState
 
 
@@ -47,8 +49,32 @@ def test_our_options_are_read_and_taken_away() -> None:
     assert vars(left) == {}
     own, _ = read("--storage-policy", "retain", "--no-self-check")
     assert (own.storage_policy, own.self_check) == (StoragePolicy.RETAIN, False)
+    assert (own.await_weights, own.reload_roots) == (False, ())
     with pytest.raises(SystemExit):
         read("--storage-policy", "none")
+
+
+def test_reload_roots_are_directories_that_exist(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    app._add_own_options(parser)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    file = tmp_path / "file"
+    file.touch()
+    own = app._take_own_options(
+        parser.parse_args(["--reload-root", str(link), "--reload-root", "/", "--await-weights"])
+    )
+    assert (own.await_weights, own.reload_roots) == (True, (tmp_path.resolve(), Path("/")))
+    for root, why in ((file, "is no directory"), (tmp_path / "missing", "No such file")):
+        with pytest.raises(app.StartRefusedError, match=why):
+            app._take_own_options(parser.parse_args(["--reload-root", str(root)]))
+
+
+def test_restarts_are_the_supervisors(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    app._add_own_options(parser)
+    with pytest.raises(app.StartRefusedError, match="must stand on the command line"):
+        app._take_own_options(parser.parse_args(["--restart-on-failure", "3"]))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
@@ -122,8 +148,11 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -
             max_bucket_bytes=2**20,
             storage_policy=StoragePolicy.RETAIN,
             self_check=False,
+            await_weights=True,
+            reload_roots=(Path("/models"),),
         )
-        app.prepare(args, own)
+        directory = RunDirectory.create()
+        app.prepare(args, own, directory)
         config = ServerConfig.from_environment()
         plugins = os.environ["VLLM_PLUGINS"].split(",")
     assert args.middleware == ["user.Middleware", app._MIDDLEWARE]
@@ -135,13 +164,16 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch) -
         "weightpush_self_check": False,
     }
     assert (config.storage_policy, config.self_check) == (StoragePolicy.RETAIN, False)
+    assert (config.await_weights, config.reload_roots) == (True, (Path("/models"),))
     assert {"weightpush", "weightpush_http"} <= set(plugins)
     assert config.token == "secret"
     assert "secret" not in repr(config)
     shared = SharedState(config.state_file)
     assert shared.workers == 6
     assert shared.control().weight_version == "v0"
+    assert shared.control().state is ServerState.AWAITING_WEIGHTS
     assert os.stat(config.state_file.parent).st_mode & 0o777 == 0o700
+    directory.remove()
 
 
 def test_named_plugins_stay_named(monkeypatch: pytest.MonkeyPatch) -> None:

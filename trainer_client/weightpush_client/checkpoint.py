@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
+from weightpush_protocol.checkpoint_files import CheckpointFiles, CheckpointFilesError, choose_files
 from weightpush_protocol.dtypes import name_of_safetensors_code
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 
 
 class CheckpointSource:
@@ -32,21 +26,18 @@ class CheckpointSource:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory)
-        self._file_of: dict[str, Path] = {}
+        found: list[tuple[str, str]] = []
         self._specs: list[TensorSpec] = []
-        files, index = _find_files(self._directory)
-        for file in files:
-            for spec in _read_header(file):
-                if spec.name in self._file_of:
-                    raise _rejected(
-                        f"tensor {spec.name!r} lies in two files of {self._directory}: "
-                        f"{self._file_of[spec.name].name} and {file.name}"
-                    )
-                self._file_of[spec.name] = file
+        chosen = _find_files(self._directory)
+        for name in chosen.files:
+            for spec in _read_header(self._directory / name):
                 self._specs.append(spec)
-        for name, file_name in (index or {}).items():
-            if name not in self._file_of or self._file_of[name].name != file_name:
-                raise _rejected(f"the index of {self._directory} puts tensor {name!r} into {file_name}, which lacks it")
+                found.append((name, spec.name))
+        try:
+            chosen.check(found)
+        except CheckpointFilesError as error:
+            raise _rejected(f"{self._directory}: {error}") from error
+        self._file_of = {name: self._directory / file for file, name in found}
 
     @property
     def device(self) -> torch.device:
@@ -79,58 +70,16 @@ class CheckpointSource:
                 raise _rejected(f"cannot read tensor {names[position]!r} from {file}: {error}") from error
 
 
-def _find_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
+def _find_files(directory: Path) -> CheckpointFiles:
     if not directory.is_dir():
         raise _rejected(f"{directory} is not a directory: give a local checkpoint (names of a hub are not fetched)")
-    index = directory / _INDEX
-    if not index.exists():
-        index = next(iter(sorted(directory.glob("*.safetensors.index.json"))), index)
-    if index.exists():
-        weight_map = _read_index(index)
-        files = [directory / name for name in sorted(set(weight_map.values()))]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise _rejected(f"{directory} lacks {', '.join(missing)}, which {index.name} names")
-        return files, weight_map
-    if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE], None
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise _rejected(f"{directory} holds no .safetensors file (pickled .bin and .pt files are not read)")
-    _check_shards_complete(directory, files)
-    return files, None
-
-
-def _read_index(index: Path) -> dict[str, str]:
     try:
-        content: Any = json.loads(index.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _rejected(f"cannot read the index {index}: {error}") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise _rejected(f"the index {index} has no weight_map")
-    for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or not _is_plain_file_name(file_name):
-            raise _rejected(
-                f"the index {index} puts {name!r} into {file_name!r}, expected the name of a file beside it"
-            )
-    return weight_map
-
-
-def _is_plain_file_name(name: str) -> bool:
-    return name not in {"", ".", ".."} and not set(name) & {"/", "\\", "\0"}
-
-
-def _check_shards_complete(directory: Path, files: Sequence[Path]) -> None:
-    # Without an index only the shards' own names say how many there are.
-    present = {file.name for file in files}
-    for file in files:
-        if found := _SHARD.fullmatch(file.name):
-            stem, number, total = found.groups()
-            wanted = [f"{stem}-{i:0{len(number)}d}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
-            missing = [name for name in wanted if name not in present]
-            if missing:
-                raise _rejected(f"{directory} lacks {', '.join(missing[:5])}: shards of {file.name}")
+        present = {entry.name for entry in directory.iterdir() if entry.is_file()}
+        return choose_files(present, lambda name: (directory / name).read_bytes())
+    except OSError as error:
+        raise _rejected(f"cannot read {directory}: {error}") from error
+    except CheckpointFilesError as error:
+        raise _rejected(f"{directory}: {error}") from error
 
 
 def _read_header(file: Path) -> Iterator[TensorSpec]:

@@ -1,4 +1,4 @@
-"""The command ``weightpush``: serve, push, status, watch, verify, abort.
+"""The command ``weightpush``: serve, push, rollback, status, watch, verify, abort.
 
 Exit codes: 0 done, 1 the push failed or a server does not serve, 2 unreachable or wrong usage, 130 Ctrl-C.
 """
@@ -13,6 +13,7 @@ import typer
 
 from weightpush_client.cli_common import UNREACHABLE_EXIT, exit_code, print_error, stdout
 from weightpush_client.cli_push import push
+from weightpush_client.cli_rollback import rollback
 from weightpush_client.cli_serve import PassThrough, serve
 from weightpush_client.cli_status import abort, status
 from weightpush_client.cli_verify import verify
@@ -44,6 +45,7 @@ app = typer.Typer(
 )
 app.command("serve", cls=PassThrough, short_help="Start a vLLM server whose weights can be pushed.")(serve)
 app.command("push", short_help="Push a checkpoint directory into one or more servers.")(push)
+app.command("rollback", short_help="Let servers go back to the weights of before.")(rollback)
 app.command("status", short_help="Show what servers serve, and whether they do.")(status)
 app.command("watch", short_help="Follow a server's updates with a progress bar.")(watch)
 app.command("verify", short_help="Check that a server holds what was committed, and which checkpoint that is.")(verify)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from weightpush_client.cli_common import (
 )
 from weightpush_client.pusher import WeightPusher
 from weightpush_client.report import ProgressCallback, PushProgress
+from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES
 from weightpush_protocol.messages import Deadlines, DigestKind, InFlight, UpdateMode
 
@@ -35,9 +37,16 @@ def push(
         str, typer.Option("--version", "-v", metavar="VERSION", help="Weight version to publish, e.g. step-100.")
     ],
     transport: Annotated[str, typer.Option(help="auto, nccl, gloo or http.")] = "auto",
-    mode: Annotated[UpdateMode, typer.Option(help="direct writes into the live model; staged is not built yet.")] = (
-        UpdateMode.DIRECT
-    ),
+    from_disk: Annotated[
+        bool, typer.Option("--from-disk", help="The servers read DIR themselves, from below their --reload-root.")
+    ] = False,
+    mode: Annotated[
+        UpdateMode | None,
+        typer.Option(
+            help="direct writes into the live model (default); staged keeps the old one serving meanwhile (default "
+            "with --from-disk)."
+        ),
+    ] = None,
     in_flight: Annotated[InFlight, typer.Option("--in-flight", help="What becomes of running requests.")] = (
         InFlight.WAIT
     ),
@@ -77,6 +86,7 @@ def push(
     \b
     weightpush push ./checkpoint --url localhost:8000 --version step-100
     weightpush push ./checkpoint --url http://gpu-1:8000 --url http://gpu-2:8000 --version step-100
+    weightpush push /shared/step-100 --url localhost:8000 --version step-100 --from-disk
 
     All servers take the weights in one update, and none ever serves half of them. If the push fails, a server keeps
     its old weights where nothing was written yet; else it refuses requests until a push succeeds.
@@ -93,7 +103,7 @@ def push(
             url,
             token=read_token(token, token_file),
             transport=transport,
-            mode=mode,
+            mode=mode or UpdateMode.DIRECT,
             in_flight=in_flight,
             deadlines=deadlines,
             bucket_bytes=int(bucket_mb * 2**20),
@@ -102,10 +112,30 @@ def push(
             verify=verify_of(ca_file),
             data_host=data_host,
         )
+        if from_disk:
+            if partial:
+                message = "--from-disk loads whole checkpoints: leave --partial out"
+                raise WeightPushError(ErrorCode.INVALID_REQUEST, message)
+            with pusher:
+                _load(pusher, directory, version, mode or UpdateMode.STAGED, quiet)
+            return
         with pusher, _progress_bar(quiet) as progress:
             report = pusher.push(directory, weight_version=version, progress=progress)
         if not quiet:
             stdout().print(str(report))
+
+
+def _load(pusher: WeightPusher, directory: Path, version: str, mode: UpdateMode, quiet: bool) -> None:
+    # The servers know nothing of where we are.
+    path = os.path.abspath(directory)
+    answers = pusher.push_from_disk(path, weight_version=version, mode=mode)
+    for url, answer in zip(pusher.urls, answers, strict=True):
+        if not quiet:
+            stdout().print(
+                f"{url} loaded {answer.weight_version} from {path}: {answer.tensors} tensors, "
+                f"{answer.bytes / 1e6:.1f} MB in {answer.seconds:.2f} s, not serving for {answer.pause_seconds:.2f} s, "
+                f"fingerprint {answer.fingerprint}"
+            )
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def serve(ctx: typer.Context) -> None:
             style="red",
         )
         raise typer.Exit(UNREACHABLE_EXIT)
-    # What a trainer installs has no server in it, and a server's imports take seconds.
-    from weightpush_server.app import main
+    # What a trainer installs has no server in it.
+    from weightpush_server.supervisor import launch
 
-    main(ctx.args)
+    launch(ctx.args)

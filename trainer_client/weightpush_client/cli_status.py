@@ -143,6 +143,8 @@ def _remarks(urls: Sequence[str], results: Sequence[Status | Exception]) -> Iter
             what = "the last push failed and changed nothing" if result.serving else "needs a complete push"
             yield f"{url}: {what} ({error.at:%Y-%m-%d %H:%M:%S} UTC): {error.message} [{error.code.value}]"
         if isinstance(result, Status):
+            for copy in result.copies:
+                yield f"{url}: keeps a copy of {copy.weight_version} ({copy.role.value}, {copy.bytes / 1e6:.1f} MB)"
             for worker in result.workers:
                 if (refused := worker.reload_refused) is not None:
                     yield f"{url}: worker {worker.rank} takes no updates: {refused.message} [{refused.code.value}]"

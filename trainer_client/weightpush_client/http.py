@@ -21,9 +21,11 @@ from weightpush_protocol.messages import (
     AbortRequest,
     BeginAnswer,
     BeginRequest,
+    DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
     ManifestAnswer,
+    RollbackRequest,
     Status,
     StreamAnswer,
     StreamRequest,
@@ -33,6 +35,8 @@ from weightpush_protocol.messages import (
 
 #: What an answer may take beyond the server's own deadlines, in seconds.
 SLACK_S: Final = 10.0
+#: What a server takes beyond those deadlines before and after it drains, where tensors lie on its host, in seconds.
+STORED_S: Final = 50.0
 STATUS_S: Final = 10.0
 MANIFEST_S: Final = 60.0
 #: Reading all weights once, at a few GB/s on a slow machine.
@@ -137,6 +141,19 @@ class ServerApi:
     async def finish(self, request: FinishRequest, timeout_s: float) -> FinishAnswer:
         """Commit the update; the answer comes when the new weights serve."""
         return await self._call("POST", "/reload/finish", FinishAnswer, timeout_s, body=request)
+
+    async def rollback(self, request: RollbackRequest) -> FinishAnswer:
+        """Let the server go back to the weights of which it keeps a copy; the answer comes when they serve."""
+        limits = request.deadlines
+        timeout_s = limits.drain_s + 2 * limits.commit_s + STORED_S + SLACK_S
+        return await self._call("POST", "/reload/rollback", FinishAnswer, timeout_s, body=request)
+
+    async def load(self, request: DiskReloadRequest) -> FinishAnswer:
+        """Let the server load a checkpoint from its own disk; the answer comes when the new weights serve."""
+        limits = request.deadlines
+        # Reading, checks, landing, and going back if that fails.
+        timeout_s = limits.drain_s + 4 * limits.commit_s + STORED_S + SLACK_S
+        return await self._call("POST", "/reload", FinishAnswer, timeout_s, body=request)
 
     async def abort(self, request: AbortRequest) -> Status:
         """End the update; harmless where it has ended already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 import weakref
@@ -14,7 +15,8 @@ import torch
 from pydantic import ValidationError
 
 from weightpush_client.align import Outgoing, agreed_manifest, align
-from weightpush_client.fleet import Fleet
+from weightpush_client.fleet import Call, Fleet
+from weightpush_client.loop import CallScope
 from weightpush_client.report import (
     PhaseSeconds,
     ProgressCallback,
@@ -27,7 +29,7 @@ from weightpush_client.report import (
 from weightpush_client.sources import Weights, WeightSource, open_source
 from weightpush_client.stream import Buffers
 from weightpush_client.transport import TRANSPORTS, choose_transport, make_sender
-from weightpush_client.update import Update
+from weightpush_client.update import Update, not_committed
 from weightpush_client.urls import control_token, normalise_urls
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES, Manifest, build_manifest
@@ -35,8 +37,10 @@ from weightpush_protocol.messages import (
     BeginRequest,
     Deadlines,
     DigestKind,
+    DiskReloadRequest,
     FinishAnswer,
     InFlight,
+    RollbackRequest,
     Status,
     UpdateMode,
 )
@@ -61,8 +65,8 @@ class WeightPusher:
         token: control token of the servers; from the environment's ``WEIGHTPUSH_CONTROL_TOKEN`` where it is None.
         transport: ``nccl``, ``gloo``, ``http``, or ``auto``: nccl where the weights lie on a GPU and all workers have
             it, else gloo where all workers have it, else http.
-        mode: ``direct`` writes into the live model; ``staged`` (old weights serve while bytes arrive) is part of the
-            protocol, but servers do not offer it yet.
+        mode: ``direct`` writes into the live model; ``staged`` collects the bytes in the servers' memory while the old
+            weights serve, and pauses for the rest only. It takes a copy of the weights on each server.
         in_flight: what becomes of running requests: ``wait``, ``abort`` or ``keep``.
         deadlines: how long each wait may last, in seconds.
         bucket_bytes: tensors travel in buckets of at most this size. Two of them are held in memory, until `close`.
@@ -145,6 +149,52 @@ class WeightPusher:
         """
         return self._fleet.call(lambda _, server: server.status())
 
+    def rollback(self) -> list[FinishAnswer]:
+        """Let every server go back to the weights that it keeps a copy of, and return what each then serves.
+
+        A failed server goes back to the version that it committed last, a serving one to the version before that.
+        Servers keep copies where they were started with ``--keep-previous``.
+
+        Raises:
+            PushError: ``no_copy`` where a server has none, or why it failed; ``details["committed"]`` names the servers
+                that went back.
+        """
+        request = RollbackRequest(update_id=uuid.uuid4().hex, in_flight=self._in_flight, deadlines=self._deadlines)
+        return self._by_themselves(request.update_id or "", lambda _, server: server.rollback(request))
+
+    def push_from_disk(
+        self, path: str | os.PathLike[str], *, weight_version: str, mode: UpdateMode | str = UpdateMode.STAGED
+    ) -> list[FinishAnswer]:
+        """Let every server load the safetensors checkpoint in ``path`` by itself, and return what each then serves.
+
+        ``path`` is absolute and as the servers see it, below a ``--reload-root`` of each; nothing is read here.
+        Whatever the mode of the pusher, files are read into host memory while the old weights serve, unless ``mode``
+        is ``direct``.
+
+        Raises:
+            PushError: why a server refused or failed; ``details["committed"]`` names the servers that serve the new
+                weights.
+        """
+        with _as_push_error(), _arguments_checked():
+            request = DiskReloadRequest(
+                path=os.fspath(path),
+                weight_version=weight_version,
+                mode=UpdateMode(mode),
+                in_flight=self._in_flight,
+                deadlines=self._deadlines,
+                update_id=uuid.uuid4().hex,
+            )
+        return self._by_themselves(request.update_id or "", lambda _, server: server.load(request))
+
+    def _by_themselves(self, update_id: str, call: Call[FinishAnswer]) -> list[FinishAnswer]:
+        """Ask all servers for an update that needs no weights of ours."""
+        results = self._fleet.call_to_the_end(call)
+        answers = [result for result in results if isinstance(result, FinishAnswer)]
+        if len(answers) < len(results):
+            with _as_push_error():
+                raise not_committed(self._fleet, update_id, results, CallScope())
+        return answers
+
     def push(
         self,
         weights: Weights,
@@ -195,7 +245,7 @@ class WeightPusher:
             update.stream(source, outgoing, device, self._buffers)
             answers = update.finish()
         seconds = perf_counter() - start
-        return self._report(request, name, answers, seconds, update.phase_seconds(check=check_seconds))
+        return self._report(request, name, answers, update.modes, seconds, update.phase_seconds(check=check_seconds))
 
     def _refuse_twice(self, statuses: list[Status]) -> None:
         first: dict[str, str] = {}
@@ -231,6 +281,7 @@ class WeightPusher:
         request: BeginRequest,
         transport: str,
         answers: list[FinishAnswer],
+        modes: list[UpdateMode],
         seconds: float,
         phases: PhaseSeconds,
     ) -> PushReport:
@@ -243,8 +294,8 @@ class WeightPusher:
             seconds=seconds,
             transport=transport,
             servers=tuple(
-                ServerReport(url, answer.fingerprint, answer.seconds, answer.pause_seconds, answer.bytes)
-                for url, answer in zip(self._urls, answers, strict=True)
+                ServerReport(url, answer.fingerprint, answer.seconds, answer.pause_seconds, answer.bytes, mode)
+                for url, answer, mode in zip(self._urls, answers, modes, strict=True)
             ),
             phases=phases,
         )

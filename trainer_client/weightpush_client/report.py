@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from weightpush_protocol.errors import ErrorBody, ErrorCode, WeightPushError
+from weightpush_protocol.messages import UpdateMode
 from weightpush_protocol.state import ServerState
 
 
@@ -86,13 +87,17 @@ ProgressCallback = Callable[[PushProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """One server's part: its own seconds since ``begin``, and seconds during which it did not serve."""
+    """One server's part: its own seconds since ``begin``, and seconds during which it did not serve.
+
+    ``mode``: how it carried the push out; a server that serves nothing anyway takes a staged push directly.
+    """
 
     url: str
     fingerprint: str
     seconds: float
     pause_seconds: float
     bytes: int
+    mode: UpdateMode = UpdateMode.DIRECT
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,11 @@ class PushReport:
     servers: tuple[ServerReport, ...]
     phases: PhaseSeconds
 
+    @property
+    def pause_seconds(self) -> float:
+        """For how long the slowest server did not serve."""
+        return max((server.pause_seconds for server in self.servers), default=0.0)
+
     def __str__(self) -> str:
         rate = self.bytes / self.seconds / 1e6 if self.seconds else 0.0
         lines = [
@@ -134,7 +144,8 @@ class PushReport:
             f"in {self.buckets} {'bucket' if self.buckets == 1 else 'buckets'} over {self.transport} ({rate:.0f} MB/s)"
         ]
         lines += [
-            f"  {server.url}: not serving for {server.pause_seconds:.2f} s, fingerprint {server.fingerprint}"
+            f"  {server.url}: {server.mode.value}, not serving for {server.pause_seconds:.2f} s, "
+            f"fingerprint {server.fingerprint}"
             for server in self.servers
         ]
         names = ("check", "begin", "gather", "digest", "send", "wait", "finish")

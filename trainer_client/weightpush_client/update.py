@@ -14,7 +14,7 @@ import torch
 from weightpush_client.align import Outgoing
 from weightpush_client.delivery import OpenUpdate, deliver_by_body, deliver_by_broadcast, servers_reason
 from weightpush_client.fleet import Fleet
-from weightpush_client.http import ABORT_S, SLACK_S, ServerApi
+from weightpush_client.http import ABORT_S, SLACK_S, STORED_S, ServerApi
 from weightpush_client.loop import CallScope
 from weightpush_client.report import PhaseSeconds, ProgressCallback, PushError, PushPhase, PushProgress
 from weightpush_client.sources import WeightSource
@@ -26,6 +26,7 @@ from weightpush_protocol.messages import (
     BeginRequest,
     FinishAnswer,
     FinishRequest,
+    UpdateMode,
 )
 from weightpush_protocol.state import ServerState
 from weightpush_protocol.transports.base import Sender, TransportConfig
@@ -65,6 +66,8 @@ class Update:
         #: Servers that may hold the update: asked to begin, and not known to have refused.
         self._may_hold: set[int] = set()
         self._epochs: list[int] = []
+        #: How each server carries the update out.
+        self.modes: list[UpdateMode] = []
         self._tensors_done = 0
         self._bytes_done = 0
         self._buckets_done = 0
@@ -97,6 +100,7 @@ class Update:
         self._may_hold = set(range(len(self._fleet)))
         answers = self._call_begin() if self._sender is None else self._begin_with_rendezvous(self._sender)
         self._epochs = [answer.epoch for answer in answers]
+        self.modes = [answer.mode for answer in answers]
         self._seconds["begin"] = perf_counter() - start
 
     def stream(
@@ -135,6 +139,9 @@ class Update:
         limits = self._request.deadlines
         # The last bucket's landing is part of it.
         timeout_s = limits.bucket_s + limits.commit_s + SLACK_S
+        if UpdateMode.STAGED in self.modes:
+            # The drain comes now; and what fails may be undone before the answer.
+            timeout_s += limits.drain_s + limits.commit_s + STORED_S
         results = self._fleet.call_to_the_end(
             lambda index, server: server.finish(
                 FinishRequest(update_id=self._update_id, epoch=self._epochs[index]), timeout_s
@@ -144,7 +151,7 @@ class Update:
         self._seconds["finish"] = perf_counter() - start
         answers = [result for result in results if isinstance(result, FinishAnswer)]
         if len(answers) < len(results):
-            raise self._not_committed(results)
+            raise not_committed(self._fleet, self._update_id, results, self._scope)
         for server, answer in zip(self._fleet.servers, answers, strict=True):
             if answer.weight_version != self._request.weight_version:
                 raise PushError(
@@ -154,20 +161,6 @@ class Update:
                     update_id=self._update_id,
                 )
         return answers
-
-    def _not_committed(self, results: Sequence[FinishAnswer | Exception]) -> Exception:
-        pairs = list(zip((server.url for server in self._fleet.servers), results, strict=True))
-        committed = [url for url, result in pairs if isinstance(result, FinishAnswer)]
-        errors = [(url, result) for url, result in pairs if isinstance(result, Exception)]
-        url, first = errors[0]
-        if not isinstance(first, WeightPushError):
-            return first
-        error = PushError.of(first, url)
-        if error.code is ErrorCode.UNREACHABLE:
-            error = servers_reason(self._fleet, self._update_id, self._scope) or error
-        if len(pairs) > 1:
-            error.details |= {"committed": committed, "failed": [name for name, _ in errors]}
-        return error
 
     def _call_begin(self) -> list[BeginAnswer]:
         async def begin(index: int, server: ServerApi) -> BeginAnswer:
@@ -281,3 +274,21 @@ class Update:
         named = [state for url, state in known if isinstance(error, PushError) and error.server == url]
         idle = [state for _, state in known if not state.serving]
         return next(iter(named or idle or [state for _, state in known]), None)
+
+
+def not_committed(
+    fleet: Fleet, update_id: str, results: Sequence[FinishAnswer | Exception], scope: CallScope
+) -> Exception:
+    """Return the first failure of a commit; ``details["committed"]`` names the servers that did commit."""
+    pairs = list(zip((server.url for server in fleet.servers), results, strict=True))
+    committed = [url for url, result in pairs if isinstance(result, FinishAnswer)]
+    errors = [(url, result) for url, result in pairs if isinstance(result, Exception)]
+    url, first = errors[0]
+    if not isinstance(first, WeightPushError):
+        return first
+    error = PushError.of(first, url)
+    if error.code is ErrorCode.UNREACHABLE:
+        error = servers_reason(fleet, update_id, scope) or error
+    if len(pairs) > 1:
+        error.details |= {"committed": committed, "failed": [name for name, _ in errors]}
+    return error

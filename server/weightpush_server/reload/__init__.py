@@ -9,7 +9,7 @@ proof rests on.
 """
 
 from weightpush_server.reload.admission import Planner
-from weightpush_server.reload.landing import ReloadSession
+from weightpush_server.reload.landing import ReloadSession, foresee_ways
 from weightpush_server.reload.postload import ReloadProof, finish_reload, start_reload
 from weightpush_server.reload.refusals import check_awake, check_draft, check_partial, check_reloadable
 
@@ -22,5 +22,6 @@ __all__ = [
     "check_partial",
     "check_reloadable",
     "finish_reload",
+    "foresee_ways",
     "start_reload",
 ]

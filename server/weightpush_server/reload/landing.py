@@ -5,7 +5,7 @@ What the plan knows how to copy is copied; the rest goes through the model's own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -207,18 +207,9 @@ class ReloadSession:
 
     def ways(self, specs: Iterable[TensorSpec]) -> str:
         """Return how each tensor lands on this rank, one letter a tensor; see :class:`~weightpush_server.ways.Way`."""
-        return "".join(self._way(spec.name) for spec in specs)
-
-    def _way(self, name: str) -> Way:
-        if name in self.layout.optional:
-            return Way.NOWHERE
-        program = self.plan.programs.get(name) if self.plan is not None else None
-        if program is None:
-            return Way.LOADER
-        if not program.steps:
-            return Way.NOWHERE
         groups = self.layout.groups
-        return Way.SCRATCH if any(self.opened.is_scratch(groups[index]) for index in program.groups) else Way.IN_PLACE
+        scratch = {index for index, group in enumerate(groups) if self.opened.is_scratch(group)}
+        return _ways(self.layout, self.plan, specs, scratch)
 
     def _prove_names(self) -> None:
         if self.partial and self.plan is None:
@@ -253,6 +244,27 @@ class ReloadSession:
         if self.layout.checkpoint is None:
             self.layout.checkpoint = tuple(self._expected.values())
         self.layout.from_dummy = False
+
+
+def foresee_ways(layout: ModelLayout, plan: Plan, specs: Iterable[TensorSpec]) -> str:
+    """Return the letters that :meth:`ReloadSession.ways` will give, before the model is opened."""
+    places = zip(layout.groups, find_places(layout.groups), strict=True)
+    scratch = {index for index, (group, place) in enumerate(places) if (group.retained or place) is None}
+    return _ways(layout, plan, specs, scratch)
+
+
+def _ways(layout: ModelLayout, plan: Plan | None, specs: Iterable[TensorSpec], scratch: Container[int]) -> str:
+    def way(name: str) -> Way:
+        if name in layout.optional:
+            return Way.NOWHERE
+        program = plan.programs.get(name) if plan is not None else None
+        if program is None:
+            return Way.LOADER
+        if not program.steps:
+            return Way.NOWHERE
+        return Way.SCRATCH if any(index in scratch for index in program.groups) else Way.IN_PLACE
+
+    return "".join(way(spec.name) for spec in specs)
 
 
 class _Stream:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from weightpush_server.reload.fingerprint import LAYOUT_ATTRIBUTE, tensor_object
 from weightpush_server.reload.journal import AttributeJournal
 from weightpush_server.reload.storage import Place, StorageRef, byte_range, extent, storage_bytes, storage_id
 from weightpush_server.reload.tying import TiedHead, find_tied_head
+
+if TYPE_CHECKING:
+    from weightpush_server.hostcopy import HostCopy
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,7 @@ class ModelLayout:
         updates: number of updates begun so far.
         on_meta: paths of tensors that had no storage when they were recorded, and got some since.
         absent: paths of tensors that never had storage: parts of the architecture that this server leaves out.
+        host_copy: the checkpoint tensors that were loaded, where this worker keeps them.
         digests: of the checkpoint tensors that were loaded, as far as this rank took them.
         policy: where updates write what processing took away.
         owners: modules that registered a parameter under this name, when it was recorded or after processing.
@@ -189,6 +193,7 @@ class ModelLayout:
     on_meta: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
     digests: dict[str, str] = field(default_factory=dict)
+    host_copy: HostCopy | None = None
     policy: StoragePolicy = StoragePolicy.SCRATCH
     owners: dict[str, list[nn.Module]] = field(default_factory=dict)
     preprocessed: bool = False

@@ -5,9 +5,11 @@ It is found through its ``dist-info`` folder, once the folder of this file is on
 * ``WP_TEST_STEP_MS``: sleep this long before each step. A tiny model without it starves the API process.
 * ``WP_TEST_FAULT_FILE``: a file that tests write faults into while the server runs, one JSON object:
   ``{"land_bucket": 3, "error": "text"}`` raises in the worker when it lands the bucket with that number (from 0),
-  ``{"close": "text"}`` raises in post-load processing, ``{"slow_land_ms": 200}`` delays every landing,
-  ``{"slow_close_ms": 3000}`` delays post-load processing, ``{"hold": {"opening": 300}}`` makes a phase of an update
-  last longer (see ``_HELD_BY``), ``{"flip": "model.norm.weight"}`` flips a bit of this tensor
+  ``{"land_stored_once": "text"}`` raises when stored tensors have landed, ``{"close": "text"}`` raises in post-load
+  processing, ``{"close_once": "text"}`` the first time only, ``{"slow_land_ms": 200}`` delays every landing
+  of a bucket, ``{"slow_stored_ms": 200}`` that of stored tensors, ``{"slow_close_ms": 3000}`` delays post-load
+  processing, ``{"hold": {"opening": 300}}`` makes a phase of an update last longer (see ``_HELD_BY``),
+  ``{"staging_budget": 0}`` leaves so many bytes for host copies, ``{"flip": "model.norm.weight"}`` flips a bit of this tensor
   once, at the next step.
 """
 
@@ -56,9 +58,19 @@ def _slow_steps() -> None:
 def _inject_faults(file: Path) -> None:
     import weightpush_server.receiver as receiver
     import weightpush_server.worker as worker
+    import weightpush_server.worker_update as worker_update
 
     def faults() -> dict[str, Any]:
         return json.loads(file.read_text() or "{}") if file.exists() else {}
+
+    done: set[str] = set()
+
+    def once(fault: dict[str, Any], key: str) -> None:
+        if key not in fault:
+            done.discard(key)
+        elif key not in done:
+            done.add(key)
+            raise RuntimeError(fault[key])
 
     take = receiver.UpdateReceiver._take
 
@@ -70,6 +82,14 @@ def _inject_faults(file: Path) -> None:
         take(self, job)
 
     receiver.UpdateReceiver._take = faulty_take
+    land = worker_update.WorkerUpdate.land
+
+    def faulty_land(self: Any, **options: Any) -> None:
+        time.sleep(faults().get("slow_stored_ms", 0) / 1000)
+        land(self, **options)
+        once(faults(), "land_stored_once")
+
+    worker_update.WorkerUpdate.land = faulty_land
     finish = worker.finish_reload
 
     def faulty_finish(session: Any) -> Any:
@@ -78,6 +98,7 @@ def _inject_faults(file: Path) -> None:
         time.sleep(fault.get("slow_close_ms", 0) / 1000)
         if "close" in fault:
             raise RuntimeError(fault["close"])
+        once(fault, "close_once")
         return finish(session)
 
     worker.finish_reload = faulty_finish
@@ -90,6 +111,7 @@ _HELD_BY = {
     "checking": "weightpush_check",
     "rendezvous": "weightpush_connect",
     "opening": "weightpush_open",
+    "landing": "weightpush_land",
     "closing": "weightpush_close",
     "publishing": "weightpush_commit",
 }

@@ -1,0 +1,97 @@
+"""The process between the supervisor and the server: it leads the server's session, and nothing below it survives it.
+
+The supervisor may be killed without warning; this process then ends the server. It is the supervisor's fork, so
+it needs the standard library only, and no thread.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Final
+
+from weightpush_server.processes import adopt_orphans, end_all_children, reap, say
+from weightpush_server.rundir import RunDirectory
+
+#: Signals that mean: stop in good order. The server gets them as they come.
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: Seconds that a server may take to stop in good order.
+GRACE_S: Final = 60.0
+#: Seconds that a server's other processes may take to end after its first one has, when that was in good order.
+_PATIENCE_S: Final = 5.0
+
+
+class Keeper:
+    """Starts one server and ends with it. ``supervisor``: a file descriptor that closes when the supervisor dies."""
+
+    def __init__(self, command: Sequence[str], *, supervisor: int, directory: RunDirectory, grace_s: float) -> None:
+        self._command = command
+        self._supervisor = supervisor
+        self._directory = directory
+        self._grace_s = grace_s
+        self._server: int | None = None
+        self._stop_by: float | None = None
+        self._interrupted = False
+
+    def run(self) -> int:
+        """Run the server until it ends; return its exit status, as a shell would show it."""
+        os.setsid()  # A terminal's Ctrl-C reaches the supervisor alone, which passes it on.
+        adopt_orphans()
+        self._wake, wake_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # The supervisor has blocked them for us.
+        self._server = server = os.posix_spawn(self._command[0], list(self._command), os.environ)
+        if self._stop_by is not None:  # The signal came before there was a server to pass it on to.
+            os.kill(server, signal.SIGTERM)
+        status = self._until_ended(server)
+        stopping = self._stop_by is not None
+        end_all_children(patience_s=_PATIENCE_S if stopping and status < 128 else 0.0)
+        return status
+
+    def _on_stop(self, number: int, _: FrameType | None) -> None:
+        # Whoever presses Ctrl-C twice does not want to wait.
+        impatient = self._interrupted and number == signal.SIGINT
+        self._interrupted = self._interrupted or number == signal.SIGINT
+        if impatient or self._stop_by is None:
+            self._stop_by = time.monotonic() + (0.0 if impatient else self._grace_s)
+        if self._server is not None:
+            os.kill(self._server, number)
+
+    def _until_ended(self, server: int) -> int:
+        while True:
+            if (status := self._collect(server)) is not None:
+                return status
+            left = None if self._stop_by is None else max(0.0, self._stop_by - time.monotonic())
+            if left == 0.0:
+                say(f"the server did not stop within {self._grace_s:g} s and is killed")
+                return self._kill(server)
+            ready, _, _ = select.select([self._wake, self._supervisor], [], [], left)
+            if self._supervisor in ready:
+                say("the supervisor was killed; the server is ended")
+                status = self._kill(server)
+                end_all_children(patience_s=0.0)
+                self._directory.remove()
+                return status
+            if self._wake in ready:
+                os.read(self._wake, 4096)
+
+    def _collect(self, server: int) -> int | None:
+        """Reap what has ended; return the server's status if it is among that."""
+        status = reap().get(server)
+        if status is not None:
+            self._server = None  # Its number may belong to somebody else from now on.
+        return status
+
+    def _kill(self, server: int) -> int:
+        os.kill(server, signal.SIGKILL)
+        while (status := self._collect(server)) is None:
+            time.sleep(0.01)
+        return status

@@ -1,0 +1,109 @@
+"""Linux processes as a supervisor sees them: children and orphans, and ending all of them. Standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_POLL_S: Final = 0.02
+#: What unlinks the shared memory and semaphores of dead processes; it ends by itself once all of them are gone.
+_TRACKER: Final = b"multiprocessing.resource_tracker"
+_TRACKER_S: Final = 5.0
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies, so that none can get away.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the direct children of ``pid``, zombies included."""
+    return [child for child, parent in _parents() if parent == pid]
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                # "pid (name) state ppid ...": the name may hold spaces and parentheses.
+                yield int(entry.name), int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def reap() -> dict[int, int]:
+    """Collect all children that have ended: exit status by process id, as `exit_status` says it."""
+    ended: dict[int, int] = {}
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0] != 0:
+            ended[found[0]] = exit_status(found[1])
+    return ended
+
+
+def exit_status(wait_status: int) -> int:
+    """Return what a shell would show: the exit code, or 128 and the signal that killed the process."""
+    code = os.waitstatus_to_exitcode(wait_status)
+    return code if code >= 0 else 128 - code
+
+
+def describe_exit(status: int) -> str:
+    """Say in words how a process ended."""
+    if status > 128:
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(status - 128).name}"
+    return f"exited with {status}"
+
+
+def end_all_children(*, patience_s: float, limit_s: float = 30.0) -> bool:
+    """End everything below this process, which must have called `adopt_orphans`.
+
+    First all get ``patience_s`` seconds to end by themselves, then they are killed. Children of what is killed become
+    children of this process, so that the loop gets hold of them whatever session or group they are in.
+
+    Returns:
+        Whether nothing is left; False if a process could not even be killed within ``limit_s`` seconds.
+    """
+    started = time.monotonic()
+    only_trackers: float | None = None
+    while True:
+        reap()
+        left = children_of(os.getpid())
+        now = time.monotonic()
+        if not left:
+            return True
+        if now - started > patience_s + limit_s:
+            return False
+        if now - started >= patience_s:
+            others = [pid for pid in left if not _is_tracker(pid)]
+            only_trackers = None if others else only_trackers or now
+            late = only_trackers is not None and now - only_trackers > _TRACKER_S
+            for pid in left if late else others:
+                # Nobody else collects our children, so the id still means the same process.
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def say(message: str) -> None:
+    """Print one line on standard error, even if nobody reads it any more."""
+    with suppress(OSError, ValueError):
+        print(f"weightpush serve: {message}", file=sys.stderr, flush=True)
