@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +36,22 @@ from support.server import ServerProcess
 from support.tiny import PROMPTS
 
 TOKEN: Final = "fault-campaign-token-0123456789"
-#: Arguments of the servers that take turns: one API process with the worker in the engine; two API processes, an engine
-#: and a worker.
-TOPOLOGIES: Final = ((("--api-server-count", "1"), "uni"), (("--api-server-count", "2"), "mp"))
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Of what processes a server is made. ``keeps``: copies of what it serves, for a rollback."""
+
+    arguments: tuple[str, ...]
+    executor: str
+    keeps: bool
+
+
+#: Servers take turns: one API process with the worker in the engine; two API processes, an engine and a worker.
+TOPOLOGIES: Final = (
+    Topology(("--api-server-count", "1", "--keep-previous"), "uni", keeps=True),
+    Topology(("--api-server-count", "2"), "mp", keeps=False),
+)
 _BUSY_S: Final = 15.0
 
 
@@ -67,6 +81,7 @@ class Campaign:
         self._known: set[str] = set()
         self._samples: list[Usage] = []
         self._fingerprints: dict[str, str] = {}
+        self._root = Path(os.path.commonpath([self.folder, *self.directories.values()]))
         self._starts = 0
         self._pushes = 0
 
@@ -93,17 +108,17 @@ class Campaign:
     # Servers
 
     def _start_server(self) -> ServerProcess:
-        arguments, executor = TOPOLOGIES[(self.first_topology + self._starts) % len(TOPOLOGIES)]
+        self._topology = TOPOLOGIES[(self.first_topology + self._starts) % len(TOPOLOGIES)]
         version = f"A-start{self._starts}"
         self._starts += 1
         server = ServerProcess(
             self.directories["A"],
-            [*arguments, "--weight-version", version],
+            [*self._topology.arguments, "--weight-version", version, "--reload-root", str(self._root)],
             folder=self.folder,
             token=TOKEN,
-            executor=executor,
+            executor=self._topology.executor,
         )
-        self.log.note("start server", port=server.port, arguments=arguments, executor=executor)
+        self.log.note("start server", port=server.port, topology=self._topology)
         try:
             server.start().wait_ready()
         except BaseException:
@@ -141,10 +156,13 @@ class Campaign:
             self._traffic,
             self.log,
             shot,
+            before,
+            self._topology.keeps,
+            self.folder,
             f"{target}-{shot.number}",
             self.directories[target],
             self._buckets,
-            repair=lambda: self._push(shot, "A"),
+            repair=lambda: self._push(shot, "push", "A"),
         )
         end, repaired = "hung", False
         try:
@@ -153,7 +171,7 @@ class Campaign:
             seconds = time.monotonic() - scene.struck_at
             if end == "restarted":
                 self._restart(shot)
-            elif end == "failed" and shot.repair:
+            elif end == "failed" and shot.repair != "none":
                 repaired = self._repair(shot)
             self._look_around(shot)
         except (TimeoutError, psutil.Error, OSError) as error:
@@ -175,32 +193,34 @@ class Campaign:
             return "restarted"
         status = scene.at_rest or scene.rest()
         self._learn(status)
-        scene.wrong += check_state(scene.shot, before, status, scene.version)
+        scene.wrong += check_state(scene.shot, before, status, scene.version, struck=scene.struck, keeps=scene.keeps)
         scene.wrong += check_outcome(scene.shot, outcome, status, scene.version, struck=scene.struck)
         if status["weight_version"] == scene.version:
             return "committed"
-        return "refused" if status["state"] == "serving" else "failed"
+        return "kept" if status["state"] == "serving" else "failed"
 
     def _repair(self, shot: Shot) -> bool:
-        """A failed server takes the next complete push."""
-        if self._push(shot, "AB"[shot.pick % 2]):
+        """A failed server takes the next complete push, reload or, where it keeps copies, rollback."""
+        deed = "push" if shot.repair == "rollback" and not self._topology.keeps else shot.repair
+        if self._push(shot, deed, "AB"[shot.pick % 2]):
             return True
-        self._blame(shot, Violation(Wrong.REPAIR, "the next complete push did not go through", shot.number))
+        self._blame(shot, Violation(Wrong.REPAIR, f"the next complete {deed} did not go through", shot.number))
         self._restart(shot)
         return False
 
-    def _push(self, shot: Shot, target: str) -> bool:
-        """Push without a fault. A worker may be busy with the last copy of before for a moment."""
+    def _push(self, shot: Shot, deed: str, target: str) -> bool:
+        """Push, reload or roll back without a fault. A worker may be busy with the last copy of before for a moment."""
         deadline = time.monotonic() + _BUSY_S
         while True:
             self._pushes += 1
             version = f"{target}-r{self._pushes}"
-            trainer = Trainer(Job(self._server.url, self.directories[target], version, TOKEN, shot.transport))
+            job = Job(self._server.url, self.directories[target], version, TOKEN, shot.transport, deed)
+            trainer = Trainer(job)
             try:
                 outcome = trainer.result(TRAINER_S)
             finally:
                 trainer.close()
-            self.log.note("push", version=version, outcome=outcome)
+            self.log.note(deed, version=version, outcome=outcome)
             if outcome is not None and outcome.ok:
                 self._known.add(version)
                 return True

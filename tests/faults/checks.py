@@ -82,7 +82,9 @@ def check_answer(answer: Answer, pure: Mapping[str, Mapping[str, str]], known: S
 
 
 #: Faults after which the push must succeed all the same.
-_MUST_COMMIT: Final = frozenset({Fault.NONE, Fault.STALE_EPOCH, Fault.SECOND_TRAINER, Fault.SLOW_LANDING})
+_MUST_COMMIT: Final = frozenset(
+    {Fault.NONE, Fault.STALE_EPOCH, Fault.SECOND_TRAINER, Fault.SLOW_LANDING, Fault.ROLL_BACK}
+)
 #: Faults after which the push must not succeed, if they struck, with the codes that may say so (none: any).
 _MUST_FAIL: Final[dict[Fault, frozenset[str]]] = {
     Fault.FLIP_BYTE: frozenset({"digest_mismatch"}),
@@ -93,7 +95,16 @@ _MUST_FAIL: Final[dict[Fault, frozenset[str]]] = {
     Fault.CUT_DATA: frozenset({"transport_failed"}),
     Fault.WRONG_TOKEN: frozenset({"unauthorized"}),
     Fault.LANDING_ERROR: frozenset({"landing_failed"}),
-    Fault.PWAL_ERROR: frozenset(),
+    Fault.PWAL_ERROR: frozenset({"postload_failed"}),
+    Fault.STAGING_FULL: frozenset({"staging_budget_exceeded"}),
+    Fault.DISK_TRUNCATED: frozenset({"checkpoint_damaged"}),
+}
+#: Faults that are refused before anything happens, and then leave the server exactly as it was.
+_UNTOUCHED: Final = frozenset({Fault.WRONG_TOKEN, Fault.STAGING_FULL, Fault.DISK_TRUNCATED})
+#: Phases in which nothing was written yet, by mode: a serving server goes on serving then, whatever happens.
+_UNWRITTEN: Final = {
+    "direct": frozenset({"checking", "rendezvous", "draining"}),
+    "staged": frozenset({"checking", "rendezvous", "receiving", "draining"}),
 }
 #: Faults that can keep the news of a commit from its trainer.
 _MAY_MISS_THE_COMMIT: Final = frozenset(
@@ -134,8 +145,13 @@ def check_outcome(
         yield Violation(Wrong.OUTCOME, f"{told}: corrupted weights are served", shot.number)
 
 
-def check_state(shot: Shot, before: Mapping[str, Any], status: Mapping[str, Any], version: str) -> Iterable[Violation]:
-    """Judge where a server has come to rest; ``before`` is its status before the push."""
+def check_state(
+    shot: Shot, before: Mapping[str, Any], status: Mapping[str, Any], version: str, *, struck: bool, keeps: bool
+) -> Iterable[Violation]:
+    """Judge where a server has come to rest; ``before`` is its status before the push.
+
+    ``keeps``: it keeps a copy of what it serves, and so undoes a staged push that fails, unless that fails as well.
+    """
     if status["state"] not in _AT_REST:
         yield Violation(Wrong.STATE, f"at rest, but {_brief(status)}", shot.number)
     if status["serving"] != (status["state"] == "serving"):
@@ -144,8 +160,18 @@ def check_state(shot: Shot, before: Mapping[str, Any], status: Mapping[str, Any]
         yield Violation(Wrong.STATE, f"neither the old version nor {version}: {_brief(status)}", shot.number)
     if status["state"] == "failed" and status["last_error"] is None:
         yield Violation(Wrong.STATE, "failed, and does not say why", shot.number)
-    if shot.fault is Fault.WRONG_TOKEN and _brief(status) != _brief(before):
-        yield Violation(Wrong.STATE, f"a stranger moved it from {_brief(before)} to {_brief(status)}", shot.number)
+    if shot.fault in _UNTOUCHED and struck and _brief(status) != _brief(before):
+        moved = f"{shot.fault.value} moved it from {_brief(before)} to {_brief(status)}"
+        yield Violation(Wrong.STATE, moved, shot.number)
+    if before["serving"] and status["state"] == "failed" and status["last_error"] is not None:
+        phase = status["last_error"]["phase"]
+        if phase in _UNWRITTEN[shot.mode]:
+            yield Violation(
+                Wrong.STATE, f"a {shot.mode} push that broke while {phase} cost the old version", shot.number
+            )
+        if shot.mode == "staged" and keeps and shot.fault is not Fault.PWAL_ERROR:
+            text = f"a staged push that broke while {phase} was not undone: {status['last_error']['message'][:300]}"
+            yield Violation(Wrong.STATE, text, shot.number)
 
 
 def check_memory(

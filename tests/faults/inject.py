@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import signal
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -59,21 +62,35 @@ def _prepare(scene: Scene) -> Job:
     match shot.fault:
         case Fault.LANDING_ERROR:
             scene.server.set_faults(land_bucket=job.bucket, error="injected into landing")
-        case Fault.PWAL_ERROR:
-            scene.server.set_faults(close="injected into post-load processing")
+        case Fault.PWAL_ERROR:  # Once: a staged push can be undone.
+            key = ("close", "close_once")[shot.pick % 2]
+            scene.server.set_faults(**{key: "injected into post-load processing"})
+        case Fault.STAGING_FULL:
+            scene.server.set_faults(staging_budget=shot.pick % 1000)
+        case Fault.DISK_TRUNCATED:
+            return replace(job, deed="disk", directory=_truncated(scene))
         case Fault.SLOW_LANDING:
             scene.server.set_faults(slow_land_ms=50 + shot.pick % 250)
         case Fault.WRONG_TOKEN:
             return replace(job, token="x" + (scene.server.token or ""))
         case Fault.DROP_RESPONSE:
             scene.proxy.drop_response(_PATHS[shot.pick % len(_PATHS)])
-    if shot.fault in _HANDLERS:
+    if shot.fault in _HANDLERS and shot.fault is not Fault.ROLL_BACK:
         if shot.point is Point.START:
             return replace(job, pause_at="check")
         if shot.point is Point.BUCKET:
             return replace(job, pause_at=f"stream:{int(shot.where * (scene.buckets + 1))}")
         scene.server.set_faults(hold={shot.point.value: _HOLD_MS})
     return job
+
+
+def _truncated(scene: Scene) -> Path:
+    """Make a copy of the checkpoint whose file ends too early."""
+    directory = scene.folder / f"truncated-{scene.shot.number}"
+    shutil.copytree(scene.directory, directory)
+    file = directory / "model.safetensors"
+    os.truncate(file, scene.shot.pick % file.stat().st_size)
+    return directory
 
 
 def _reach(scene: Scene, trainer: Trainer) -> bool:
@@ -87,16 +104,25 @@ def _reach(scene: Scene, trainer: Trainer) -> bool:
             if update is not None and update["weight_version"] == scene.version:
                 if update["phase"] == scene.shot.point.value:
                     return True
-                if _order(update["phase"]) > _order(scene.shot.point.value):
+                if _is_past(update["phase"], scene.shot.point, update["mode"]):
                     return True  # It was too short to be seen; strike here.
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the push did not get to {scene.shot.point.value}")
     return False
 
 
-def _order(phase: str) -> int:
-    names = [point.value if point is not Point.BUCKET else "receiving" for point in Point]
-    return names.index(phase) if phase in names else 0
+#: Phases of an update in their order.
+_ORDER: Final = {
+    "direct": ("checking", "rendezvous", "draining", "opening", "receiving", "landing", "closing"),
+    "staged": ("checking", "rendezvous", "receiving", "draining", "opening", "landing", "closing"),
+}
+_TAIL: Final = ("resetting_caches", "publishing")
+
+
+def _is_past(phase: str, point: Point, mode: str) -> bool:
+    """Whether an update that is in ``phase`` has left ``point`` behind."""
+    order = (*_ORDER[mode], *_TAIL)
+    return order.index(phase) > order.index(point.value)
 
 
 def _watch(scene: Scene, trainer: Trainer) -> Outcome | None:
@@ -104,6 +130,8 @@ def _watch(scene: Scene, trainer: Trainer) -> Outcome | None:
     outcome = trainer.result(TRAINER_S)
     happens_by_itself = scene.shot.fault not in CORRUPTIONS and scene.shot.fault is not Fault.DROP_RESPONSE
     scene.struck = trainer.struck or bool(scene.proxy.struck) or happens_by_itself
+    if scene.shot.fault is Fault.STAGING_FULL and not scene.before["serving"]:
+        scene.struck = False  # Nothing is served, so a staged push is carried out as a direct one.
     return outcome
 
 
@@ -275,6 +303,25 @@ def _kill_server(scene: Scene, trainer: Trainer) -> Outcome | None:
     return trainer.result(TRAINER_S)
 
 
+def _roll_back(scene: Scene, trainer: Trainer) -> Outcome | None:
+    """The push goes well, but its weights turn out bad."""
+    outcome = trainer.result(TRAINER_S)
+    if outcome is None or not outcome.ok:
+        return outcome
+    scene.strike("rollback")
+    second = Trainer(replace(trainer.job, url=scene.server.url, deed="rollback"))
+    try:
+        told = second.result(TRAINER_S)
+    finally:
+        second.close()
+    scene.log.note("rollback", outcome=told)
+    if told is not None and told.ok:
+        scene.version = scene.before["weight_version"]
+    elif scene.keeps or told is None or told.code != "no_copy":
+        scene.blame(Wrong.OUTCOME, f"a rollback was told {told}")
+    return outcome
+
+
 _HANDLERS: Final[dict[Fault, Callable[[Scene, Trainer], Outcome | None]]] = {
     Fault.KILL_TRAINER: _kill_trainer,
     Fault.STOP_TRAINER: _stop_trainer,
@@ -284,5 +331,6 @@ _HANDLERS: Final[dict[Fault, Callable[[Scene, Trainer], Outcome | None]]] = {
     Fault.STALE_EPOCH: _stale_epoch,
     Fault.SECOND_TRAINER: _second_trainer,
     Fault.ABORT: _abort,
+    Fault.ROLL_BACK: _roll_back,
     **dict.fromkeys(SERVER_KILLS, _kill_server),
 }

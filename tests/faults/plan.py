@@ -27,6 +27,7 @@ class Point(StrEnum):
     DRAINING = "draining"
     OPENING = "opening"
     BUCKET = "bucket"
+    LANDING = "landing"
     CLOSING = "closing"
     RESETTING_CACHES = "resetting_caches"
     PUBLISHING = "publishing"
@@ -55,9 +56,13 @@ class Fault(StrEnum):
     LANDING_ERROR = "landing_error"
     SLOW_LANDING = "slow_landing"
     PWAL_ERROR = "pwal_error"
+    STAGING_FULL = "staging_full"
+    DISK_TRUNCATED = "disk_truncated"
+    ROLL_BACK = "roll_back"
     KILL_API = "kill_api"
     KILL_ENGINE = "kill_engine"
     KILL_WORKER = "kill_worker"
+    KILL_SUPERVISOR = "kill_supervisor"
 
 
 #: Faults that change what a bucket brings; the trainer's child process carries them out.
@@ -65,7 +70,7 @@ CORRUPTIONS: Final = frozenset(
     {Fault.FLIP_BYTE, Fault.SWAP_TENSORS, Fault.TRUNCATE, Fault.REPEAT, Fault.REORDER, Fault.CUT_DATA}
 )
 #: Faults that end the server; it must end wholly and is started again.
-SERVER_KILLS: Final = frozenset({Fault.KILL_API, Fault.KILL_ENGINE, Fault.KILL_WORKER})
+SERVER_KILLS: Final = frozenset({Fault.KILL_API, Fault.KILL_ENGINE, Fault.KILL_WORKER, Fault.KILL_SUPERVISOR})
 
 _ANYWHERE: Final = tuple(Point)
 _RUNNING: Final = tuple(point for point in Point if point is not Point.START)
@@ -77,6 +82,9 @@ _POINTS: Final[dict[Fault, tuple[Point, ...]]] = {
     Fault.LANDING_ERROR: (Point.START,),
     Fault.SLOW_LANDING: (Point.START,),
     Fault.PWAL_ERROR: (Point.START,),
+    Fault.STAGING_FULL: (Point.START,),
+    Fault.DISK_TRUNCATED: (Point.START,),
+    Fault.ROLL_BACK: (Point.START,),
     Fault.KILL_TRAINER: _ANYWHERE,
     Fault.STOP_TRAINER: _ANYWHERE,
     Fault.STOP_SERVER: _ANYWHERE,
@@ -88,8 +96,12 @@ _POINTS: Final[dict[Fault, tuple[Point, ...]]] = {
     Fault.KILL_API: _ANYWHERE,
     Fault.KILL_ENGINE: _ANYWHERE,
     Fault.KILL_WORKER: _ANYWHERE,
+    Fault.KILL_SUPERVISOR: _ANYWHERE,
 }
 _ONLY_TRANSPORT: Final = {Fault.CUT_DATA: "gloo"}
+_ONLY_MODE: Final = {Fault.STAGING_FULL: "staged"}
+#: How a failed server is repaired before the next shot; ``none``: the next shot meets it as it is.
+_REPAIRS: Final = ("push", "push", "push", "rollback", "disk", "none")
 #: How often a fault is dealt after the first round, in which every one is dealt once.
 _WEIGHT: Final = {
     Fault.KILL_TRAINER: 4,
@@ -98,7 +110,7 @@ _WEIGHT: Final = {
     Fault.CUT_CONTROL: 2,
     Fault.ABORT: 3,
     Fault.NONE: 2,
-    **dict.fromkeys(SERVER_KILLS, 0.34),
+    **dict.fromkeys(SERVER_KILLS, 0.25),
 }
 
 
@@ -115,8 +127,8 @@ class Shot:
     after_ms: int
     pick: int
     in_flight: str
-    #: Whether a server that this leaves failed is repaired before the next shot.
-    repair: bool
+    #: How a server that this leaves failed is repaired before the next shot: ``push``, ``rollback``, ``disk``, ``none``.
+    repair: str
 
     def as_json(self) -> dict[str, object]:
         """Return the fields, ready for JSON."""
@@ -128,7 +140,7 @@ class Choice:
     """What a plan is made of. ``server_kills``: how many shots may end the server (None: as they come)."""
 
     pushes: int
-    modes: Sequence[str] = ("direct",)
+    modes: Sequence[str] = ("direct", "staged")
     transports: Sequence[str] = ("http", "gloo")
     only: Sequence[Fault] = field(default_factory=tuple)
     server_kills: int | None = None
@@ -164,9 +176,10 @@ def _possible(choice: Choice) -> list[Fault]:
         fault
         for fault in (choice.only or tuple(Fault))
         if _ONLY_TRANSPORT.get(fault, choice.transports[0]) in choice.transports
+        and _ONLY_MODE.get(fault, choice.modes[0]) in choice.modes
     ]
     if not faults:
-        raise ValueError(f"none of the faults {list(choice.only)} is possible over {list(choice.transports)}")
+        raise ValueError(f"none of the faults {list(choice.only)} is possible over {choice.transports}, {choice.modes}")
     return faults
 
 
@@ -180,15 +193,17 @@ def _deck(dice: random.Random, faults: Sequence[Fault], *, first: bool) -> list[
 
 
 def _shot(dice: random.Random, number: int, fault: Fault, choice: Choice) -> Shot:
+    mode = _ONLY_MODE.get(fault) or dice.choice(list(choice.modes))
+    points = _POINTS.get(fault, (Point.BUCKET,))
     return Shot(
         number=number,
         fault=fault,
-        mode=dice.choice(list(choice.modes)),
+        mode=mode,
         transport=_ONLY_TRANSPORT.get(fault) or dice.choice(list(choice.transports)),
-        point=dice.choice(_POINTS.get(fault, (Point.BUCKET,))),
+        point=dice.choice([point for point in points if point is not Point.LANDING or mode == "staged"]),
         where=dice.random(),
         after_ms=dice.choice((0, 0, 20, 100)),
         pick=dice.randrange(10**6),
         in_flight=dice.choice(("wait", "wait", "abort")),
-        repair=dice.random() < 0.8,
+        repair=dice.choice(_REPAIRS),
     )

@@ -17,7 +17,7 @@ from faults.checks import Violation, Wrong
 from faults.plan import Fault, Shot
 
 _AROUND: Final = 40
-_ENDS: Final = ("runs", "struck", "refused", "failed", "committed", "repaired", "restarted")
+_ENDS: Final = ("runs", "struck", "kept", "failed", "committed", "repaired", "restarted")
 _NAMED: Final = (Wrong.MIXED, Wrong.MISLABELLED, Wrong.HANG)
 COLUMNS: Final = ("fault", *_ENDS, "slowest s", *(kind.value for kind in _NAMED), "other")
 
@@ -68,7 +68,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """The outcome of a run. ``ends`` of a shot: ``refused``, ``failed``, ``committed`` or ``restarted``."""
+    """The outcome of a run. ``ends`` of a shot: ``kept`` (the old version serves on), ``failed``, ``committed`` or ``restarted``."""
 
     seed: int
     lines: dict[Fault, Line] = field(default_factory=dict)

@@ -35,7 +35,12 @@ def role(process: psutil.Process) -> str:
 
 
 def find(root: int, wanted: str) -> psutil.Process:
-    """Return a process of ``role`` ``wanted``, or the one that does its work: one process can be all three."""
+    """Return a process of ``role`` ``wanted``, or the one that does its work: one process can be all three.
+
+    ``supervisor`` is ``root`` itself.
+    """
+    if wanted == "supervisor":
+        return psutil.Process(root)
     roles = {role(process): process for process in processes(root)}
     if wanted == "worker":
         return roles.get("worker") or roles["engine"]

@@ -25,13 +25,17 @@ END_S: Final = 60.0
 
 @dataclass
 class Scene:
-    """Where a shot is carried out. ``repair`` makes another trainer push, and says whether that went through."""
+    """Where a shot is carried out. ``before``: the server's status then; ``keeps``: it keeps copies for a rollback;
+    ``folder``: it reloads from there; ``repair`` makes another trainer push, and says whether that went through."""
 
     server: ServerProcess
     proxy: Proxy
     traffic: Traffic
     log: EventLog
     shot: Shot
+    before: Mapping[str, Any]
+    keeps: bool
+    folder: Path
     version: str
     directory: Path
     buckets: int

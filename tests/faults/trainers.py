@@ -34,13 +34,16 @@ _FORKS: Final = multiprocessing.get_context("forkserver")
 
 @dataclass(frozen=True)
 class Job:
-    """One push. ``pause_at`` is a phase of the client, or ``stream:3``: three buckets are there."""
+    """One push; or, as ``deed`` says, a reload of ``directory`` by the server itself (``disk``), or a ``rollback``.
+
+    ``pause_at`` is a phase of the client, or ``stream:3``: three buckets are there."""
 
     url: str
     directory: Path
     version: str
     token: str | None
     transport: str = "http"
+    deed: str = "push"
     mode: str = "direct"
     in_flight: str = "wait"
     pause_at: str | None = None
@@ -156,8 +159,14 @@ def _push(job: Job, pause: Callable[[PushProgress], None]) -> Outcome:
             deadlines=job.deadlines,
             bucket_bytes=BUCKET_BYTES,
         ) as pusher:
-            report = pusher.push(job.directory, weight_version=job.version, progress=pause)
-        return Outcome(True, update_id=report.update_id)
+            match job.deed:
+                case "disk":
+                    update_id = pusher.push_from_disk(job.directory, weight_version=job.version)[0].update_id
+                case "rollback":
+                    update_id = pusher.rollback()[0].update_id
+                case _:
+                    update_id = pusher.push(job.directory, weight_version=job.version, progress=pause).update_id
+        return Outcome(True, update_id=update_id)
     except PushError as error:
         return Outcome(False, error.code.value, error.message, error.update_id)
     except Exception as error:  # noqa: BLE001 - an error without a code is a finding, and must be told as one

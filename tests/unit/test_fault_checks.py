@@ -70,7 +70,7 @@ def test_a_wrong_answer_is_found(answer: Answer, kind: Wrong) -> None:
 
 
 SERVED = status(version="B-3")
-FAILED = status("failed", last_error={"code": "x"})
+FAILED = status("failed", last_error={"phase": "closing", "message": "broke"})
 MISMATCH = Outcome(False, "digest_mismatch", "arrived changed")
 
 
@@ -118,22 +118,27 @@ def test_a_fault_that_came_too_late_may_have_committed() -> None:
 
 @pytest.mark.parametrize("after", [status(), SERVED, FAILED])
 def test_a_named_state_passes(after: dict[str, Any]) -> None:
-    assert list(check_state(shot(Fault.ABORT), status(), after, "B-3")) == []
+    direct = replace(shot(Fault.ABORT), mode="direct")
+    assert list(check_state(direct, status(), after, "B-3", struck=True, keeps=True)) == []
 
 
 @pytest.mark.parametrize(
     ("fault", "after", "says"),
     [
+        (Fault.ABORT, FAILED, "was not undone: broke"),
+        (Fault.ABORT, status("failed", last_error={"phase": "receiving", "message": ""}), "cost the old version"),
         (Fault.ABORT, status("updating"), "at rest, but updating"),
         (Fault.ABORT, status("limbo"), "at rest, but limbo"),
-        (Fault.ABORT, status("failed", serving=True, last_error={}), "serving=True"),
+        (Fault.ABORT, {**FAILED, "serving": True}, "serving=True"),
         (Fault.ABORT, status(version="C-4"), "neither the old version"),
         (Fault.ABORT, status("failed"), "does not say why"),
-        (Fault.WRONG_TOKEN, status("failed", last_error={}), "a stranger moved it"),
+        (Fault.WRONG_TOKEN, FAILED, "wrong_token moved it"),
+        (Fault.STAGING_FULL, status(version="B-3"), "staging_full moved it"),
     ],
 )
 def test_a_wrong_state_is_found(fault: Fault, after: dict[str, Any], says: str) -> None:
-    found = list(check_state(shot(fault), status(), after, "B-3"))
+    staged = replace(shot(fault), mode="staged")
+    found = list(check_state(staged, status(), after, "B-3", struck=True, keeps=True))
     assert any(says in violation.text for violation in found), found
 
 

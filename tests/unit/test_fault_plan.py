@@ -29,8 +29,11 @@ def test_every_fault_comes_in_the_first_round(seed: int) -> None:
 
 def test_every_point_and_transport_is_met() -> None:
     shots = plan(1, Choice(pushes=500))
-    killed = {shot.point for shot in shots if shot.fault is Fault.KILL_TRAINER}
-    assert killed == set(Point)
+    killed = {(shot.mode, shot.point) for shot in shots if shot.fault is Fault.KILL_TRAINER}
+    assert {point for _, point in killed} == set(Point)
+    assert ("direct", Point.LANDING) not in killed
+    assert {shot.mode for shot in shots if shot.fault is Fault.STAGING_FULL} == {"staged"}
+    assert {shot.repair for shot in shots} == {"push", "disk", "rollback", "none"}
     assert {shot.transport for shot in shots} == {"http", "gloo"}
     assert {shot.transport for shot in shots if shot.fault is Fault.CUT_DATA} == {"gloo"}
     assert {shot.point for shot in shots if shot.fault in CORRUPTIONS} == {Point.BUCKET}
@@ -49,6 +52,8 @@ def test_server_kills_are_bounded(kills: int) -> None:
 def test_only_takes_what_was_asked_for() -> None:
     shots = plan(3, Choice(pushes=40, only=[Fault.ABORT, Fault.CUT_DATA], transports=["http"]))
     assert {shot.fault for shot in shots} == {Fault.ABORT}
+    with pytest.raises(ValueError, match="staging_full"):
+        plan(3, Choice(pushes=1, only=[Fault.STAGING_FULL], modes=["direct"]))
     with pytest.raises(ValueError, match="cut_data"):
         plan(3, Choice(pushes=1, only=[Fault.CUT_DATA], transports=["http"]))
     with pytest.raises(ValueError, match="none of them is allowed"):

@@ -103,7 +103,15 @@ def _inject_faults(file: Path) -> None:
 
     worker.finish_reload = faulty_finish
     _hold_phases(faults)
+    _limit_budget(faults)
     _flip_bits(faults)
+
+
+def _limit_budget(faults: Callable[[], dict[str, Any]]) -> None:
+    from weightpush_server.hostcopy import HostBudget
+
+    total = HostBudget.total
+    HostBudget.total = lambda self, held: faults().get("staging_budget", total(self, held))
 
 
 #: Phase -> the call of a worker that begins it. Resetting the caches is the API process's own work.
