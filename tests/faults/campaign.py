@@ -186,6 +186,7 @@ class Campaign:
 
     def _judge(self, scene: Scene, before: Mapping[str, Any], outcome: Outcome | None) -> str:
         """Check outcome and state; return what became of the push."""
+        self._known |= scene.committed
         if scene.killed:
             scene.wrong += check_outcome(scene.shot, outcome, None, scene.version, struck=True)
             if outcome is not None and outcome.ok:

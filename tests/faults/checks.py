@@ -122,11 +122,14 @@ def check_outcome(
 ) -> Iterable[Violation]:
     """Judge what the trainer was told against what the server came to.
 
-    ``outcome``: None for a killed trainer. ``status``: None for a server that was killed. ``struck``: whether the
+    ``outcome``: None for a process that ended without a word. ``status``: None for a server that was killed. ``struck``: whether the
     fault happened at all; a push can be over before it.
     """
     served = status is not None and status["state"] == "serving" and status["weight_version"] == version
     if outcome is None:
+        if not (struck and shot.fault is Fault.KILL_TRAINER):
+            text = f"{shot.fault.value}: the trainer's process ended without a word, and nobody killed it"
+            yield Violation(Wrong.OUTCOME, text, shot.number)
         return
     told = f"{shot.fault.value}: the trainer was told {outcome.code or 'success'}: {outcome.message[:300]}"
     if not outcome.ok and outcome.code is None:

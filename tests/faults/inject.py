@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import signal
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import httpx
 import psutil
 
 from faults import resources
+from faults.approach import prepare, reach
 from faults.checks import Outcome, Wrong
 from faults.plan import CORRUPTIONS, SERVER_KILLS, Fault, Point
 from faults.scene import END_S, TRAINER_S, Scene
-from faults.trainers import DEADLINES, Job, Trainer
-
-_HOLD_MS: Final = 400
-_PATHS: Final = ("/reload/status", "/reload/manifest", "/reload/begin", "/reload/stream", "/reload/finish")
+from faults.trainers import DEADLINES, Trainer
 
 
 def play(scene: Scene) -> Outcome | None:
@@ -33,7 +28,7 @@ def play(scene: Scene) -> Outcome | None:
         TimeoutError: something hangs; the message says what.
     """
     shot = scene.shot
-    job = _prepare(scene)
+    job = prepare(scene)
     trainer = Trainer(job)
     scene.log.note("trainer", version=job.version, transport=job.transport, pause_at=job.pause_at)
     try:
@@ -44,85 +39,6 @@ def play(scene: Scene) -> Outcome | None:
         trainer.close()
         scene.proxy.heal()
         scene.server.set_faults()
-
-
-def _prepare(scene: Scene) -> Job:
-    shot = scene.shot
-    job = Job(
-        scene.proxy.url,
-        scene.directory,
-        scene.version,
-        scene.server.token,
-        transport=shot.transport,
-        mode=shot.mode,
-        in_flight=shot.in_flight,
-        bucket=int(shot.where * scene.buckets),
-        corruption=shot.fault if shot.fault in CORRUPTIONS else None,
-    )
-    match shot.fault:
-        case Fault.LANDING_ERROR:
-            scene.server.set_faults(land_bucket=job.bucket, error="injected into landing")
-        case Fault.PWAL_ERROR:  # Once: a staged push can be undone.
-            key = ("close", "close_once")[shot.pick % 2]
-            scene.server.set_faults(**{key: "injected into post-load processing"})
-        case Fault.STAGING_FULL:
-            scene.server.set_faults(staging_budget=shot.pick % 1000)
-        case Fault.DISK_TRUNCATED:
-            return replace(job, deed="disk", directory=_truncated(scene))
-        case Fault.SLOW_LANDING:
-            scene.server.set_faults(slow_land_ms=50 + shot.pick % 250)
-        case Fault.WRONG_TOKEN:
-            return replace(job, token="x" + (scene.server.token or ""))
-        case Fault.DROP_RESPONSE:
-            scene.proxy.drop_response(_PATHS[shot.pick % len(_PATHS)])
-    if shot.fault in _HANDLERS and shot.fault is not Fault.ROLL_BACK:
-        if shot.point is Point.START:
-            return replace(job, pause_at="check")
-        if shot.point is Point.BUCKET:
-            return replace(job, pause_at=f"stream:{int(shot.where * (scene.buckets + 1))}")
-        scene.server.set_faults(hold={shot.point.value: _HOLD_MS})
-    return job
-
-
-def _truncated(scene: Scene) -> Path:
-    """Make a copy of the checkpoint whose file ends too early."""
-    directory = scene.folder / f"truncated-{scene.shot.number}"
-    shutil.copytree(scene.directory, directory)
-    file = directory / "model.safetensors"
-    os.truncate(file, scene.shot.pick % file.stat().st_size)
-    return directory
-
-
-def _reach(scene: Scene, trainer: Trainer) -> bool:
-    """Wait until the trainer, or the server with its push, is where the fault strikes; ``False``: it ended before."""
-    if trainer.job.pause_at is not None:
-        return trainer.wait_paused(TRAINER_S)
-    deadline = time.monotonic() + TRAINER_S
-    with scene.server.client(timeout_s=10) as client:
-        while not trainer.ended:
-            update = client.get("/reload/status").json()["update"]
-            if update is not None and update["weight_version"] == scene.version:
-                if update["phase"] == scene.shot.point.value:
-                    return True
-                if _is_past(update["phase"], scene.shot.point, update["mode"]):
-                    return True  # It was too short to be seen; strike here.
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the push did not get to {scene.shot.point.value}")
-    return False
-
-
-#: Phases of an update in their order.
-_ORDER: Final = {
-    "direct": ("checking", "rendezvous", "draining", "opening", "receiving", "landing", "closing"),
-    "staged": ("checking", "rendezvous", "receiving", "draining", "opening", "landing", "closing"),
-}
-_TAIL: Final = ("resetting_caches", "publishing")
-
-
-def _is_past(phase: str, point: Point, mode: str) -> bool:
-    """Whether an update that is in ``phase`` has left ``point`` behind."""
-    order = (*_ORDER[mode], *_TAIL)
-    return order.index(phase) > order.index(point.value)
 
 
 def _watch(scene: Scene, trainer: Trainer) -> Outcome | None:
@@ -143,7 +59,7 @@ def _after(scene: Scene, trainer: Trainer) -> None:
 
 
 def _kill_trainer(scene: Scene, trainer: Trainer) -> Outcome | None:
-    if _reach(scene, trainer):
+    if reach(scene, trainer):
         _after(scene, trainer)
         scene.strike("SIGKILL to the trainer")
         trainer.kill()
@@ -152,7 +68,7 @@ def _kill_trainer(scene: Scene, trainer: Trainer) -> Outcome | None:
 
 def _stop_trainer(scene: Scene, trainer: Trainer) -> Outcome | None:
     """It sleeps until its update is lost and another trainer has pushed, and comes back to life."""
-    if not _reach(scene, trainer):
+    if not reach(scene, trainer):
         return trainer.result(TRAINER_S)
     _after(scene, trainer)
     scene.strike("SIGSTOP to the trainer")
@@ -180,7 +96,7 @@ def _stop_trainer(scene: Scene, trainer: Trainer) -> Outcome | None:
 
 
 def _stop_server(scene: Scene, trainer: Trainer) -> Outcome | None:
-    if not _reach(scene, trainer):
+    if not reach(scene, trainer):
         return trainer.result(TRAINER_S)
     _after(scene, trainer)
     stopped = resources.processes(scene.server.pid)
@@ -202,7 +118,7 @@ def _stop_server(scene: Scene, trainer: Trainer) -> Outcome | None:
 
 
 def _cut_control(scene: Scene, trainer: Trainer) -> Outcome | None:
-    if _reach(scene, trainer):
+    if reach(scene, trainer):
         _after(scene, trainer)
         refuse = scene.shot.pick % 2 == 0
         scene.strike(f"control connections reset, {'new ones refused' if refuse else 'new ones welcome'}")
@@ -212,7 +128,7 @@ def _cut_control(scene: Scene, trainer: Trainer) -> Outcome | None:
 
 
 def _delay_control(scene: Scene, trainer: Trainer) -> Outcome | None:
-    if _reach(scene, trainer):
+    if reach(scene, trainer):
         seconds = 0.05 + scene.shot.pick % 250 / 1000
         scene.strike(f"control connection delayed by {seconds:.2f} s a chunk")
         scene.proxy.delay(seconds)
@@ -226,7 +142,7 @@ def _running(client: httpx.Client) -> dict[str, Any] | None:
 
 
 def _stale_epoch(scene: Scene, trainer: Trainer) -> Outcome | None:
-    if not _reach(scene, trainer):
+    if not reach(scene, trainer):
         return trainer.result(TRAINER_S)
     with scene.server.client() as client:
         running = _running(client)
@@ -246,7 +162,7 @@ def _stale_epoch(scene: Scene, trainer: Trainer) -> Outcome | None:
 
 
 def _second_trainer(scene: Scene, trainer: Trainer) -> Outcome | None:
-    if _reach(scene, trainer):
+    if reach(scene, trainer):
         scene.strike("a second trainer")
         job = replace(trainer.job, url=scene.server.url, version=f"{scene.version}-second", pause_at=None)
         second = Trainer(job)
@@ -257,6 +173,7 @@ def _second_trainer(scene: Scene, trainer: Trainer) -> Outcome | None:
         scene.log.note("second", outcome=outcome)
         if outcome is not None and outcome.ok:  # The first one was through already.
             trainer.result(TRAINER_S)
+            scene.committed.add(scene.version)
             scene.version = job.version
             return outcome
         if outcome is None or outcome.code != "update_in_progress":
@@ -266,7 +183,7 @@ def _second_trainer(scene: Scene, trainer: Trainer) -> Outcome | None:
 
 
 def _abort(scene: Scene, trainer: Trainer) -> Outcome | None:
-    if not _reach(scene, trainer):
+    if not reach(scene, trainer):
         return trainer.result(TRAINER_S)
     _after(scene, trainer)
     with scene.server.client() as client:
@@ -283,7 +200,7 @@ def _abort(scene: Scene, trainer: Trainer) -> Outcome | None:
 
 
 def _kill_server(scene: Scene, trainer: Trainer) -> Outcome | None:
-    if not _reach(scene, trainer):
+    if not reach(scene, trainer):
         return trainer.result(TRAINER_S)
     _after(scene, trainer)
     known = resources.processes(scene.server.pid)
@@ -308,6 +225,7 @@ def _roll_back(scene: Scene, trainer: Trainer) -> Outcome | None:
     outcome = trainer.result(TRAINER_S)
     if outcome is None or not outcome.ok:
         return outcome
+    scene.committed.add(scene.version)
     scene.strike("rollback")
     second = Trainer(replace(trainer.job, url=scene.server.url, deed="rollback"))
     try:

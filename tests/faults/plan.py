@@ -72,31 +72,18 @@ CORRUPTIONS: Final = frozenset(
 #: Faults that end the server; it must end wholly and is started again.
 SERVER_KILLS: Final = frozenset({Fault.KILL_API, Fault.KILL_ENGINE, Fault.KILL_WORKER, Fault.KILL_SUPERVISOR})
 
-_ANYWHERE: Final = tuple(Point)
-_RUNNING: Final = tuple(point for point in Point if point is not Point.START)
-#: Where each fault may strike; what is not listed strikes at a bucket.
+#: Faults that are there from the start of a push, or come after it.
+SET_UP: Final = CORRUPTIONS | {
+    *(Fault.NONE, Fault.WRONG_TOKEN, Fault.DROP_RESPONSE, Fault.LANDING_ERROR, Fault.SLOW_LANDING, Fault.PWAL_ERROR),
+    *(Fault.STAGING_FULL, Fault.DISK_TRUNCATED, Fault.ROLL_BACK),
+}
+#: Where other faults may strike, if not anywhere.
 _POINTS: Final[dict[Fault, tuple[Point, ...]]] = {
-    Fault.NONE: (Point.START,),
-    Fault.WRONG_TOKEN: (Point.START,),
-    Fault.DROP_RESPONSE: (Point.START,),
-    Fault.LANDING_ERROR: (Point.START,),
-    Fault.SLOW_LANDING: (Point.START,),
-    Fault.PWAL_ERROR: (Point.START,),
-    Fault.STAGING_FULL: (Point.START,),
-    Fault.DISK_TRUNCATED: (Point.START,),
-    Fault.ROLL_BACK: (Point.START,),
-    Fault.KILL_TRAINER: _ANYWHERE,
-    Fault.STOP_TRAINER: _ANYWHERE,
-    Fault.STOP_SERVER: _ANYWHERE,
-    Fault.CUT_CONTROL: _ANYWHERE,
-    Fault.DELAY_CONTROL: _ANYWHERE,
+    **dict.fromkeys(SET_UP, (Point.START,)),
+    **dict.fromkeys(CORRUPTIONS, (Point.BUCKET,)),
     Fault.STALE_EPOCH: (Point.BUCKET,),
     Fault.SECOND_TRAINER: (Point.BUCKET, Point.OPENING, Point.CLOSING),
-    Fault.ABORT: _RUNNING,
-    Fault.KILL_API: _ANYWHERE,
-    Fault.KILL_ENGINE: _ANYWHERE,
-    Fault.KILL_WORKER: _ANYWHERE,
-    Fault.KILL_SUPERVISOR: _ANYWHERE,
+    Fault.ABORT: tuple(point for point in Point if point is not Point.START),
 }
 _ONLY_TRANSPORT: Final = {Fault.CUT_DATA: "gloo"}
 _ONLY_MODE: Final = {Fault.STAGING_FULL: "staged"}
@@ -127,7 +114,7 @@ class Shot:
     after_ms: int
     pick: int
     in_flight: str
-    #: How a server that this leaves failed is repaired before the next shot: ``push``, ``rollback``, ``disk``, ``none``.
+    #: How a server that this leaves failed is repaired before the next shot: see ``_REPAIRS``.
     repair: str
 
     def as_json(self) -> dict[str, object]:
@@ -194,7 +181,7 @@ def _deck(dice: random.Random, faults: Sequence[Fault], *, first: bool) -> list[
 
 def _shot(dice: random.Random, number: int, fault: Fault, choice: Choice) -> Shot:
     mode = _ONLY_MODE.get(fault) or dice.choice(list(choice.modes))
-    points = _POINTS.get(fault, (Point.BUCKET,))
+    points = _POINTS.get(fault, tuple(Point))
     return Shot(
         number=number,
         fault=fault,

@@ -68,7 +68,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """The outcome of a run. ``ends`` of a shot: ``kept`` (the old version serves on), ``failed``, ``committed`` or ``restarted``."""
+    """The outcome of a run. A shot ends ``kept`` (old version), ``failed``, ``committed`` or ``restarted``."""
 
     seed: int
     lines: dict[Fault, Line] = field(default_factory=dict)

@@ -46,6 +46,8 @@ class Scene:
     #: Status when the server came to rest, where the fault itself had to wait for it.
     at_rest: Mapping[str, Any] | None = None
     killed: bool = False
+    #: Versions that were served for a while, beside the one that is judged.
+    committed: set[str] = field(default_factory=set)
     wrong: list[Violation] = field(default_factory=list)
 
     def strike(self, what: str) -> None:

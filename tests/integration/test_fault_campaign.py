@@ -17,6 +17,11 @@ from integration.conftest import Checkpoints
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SEED = 20
+#: Where a trainer can be killed, by mode; phases that both modes go through in the same way are met in one of them.
+_PLACES: dict[str, list[Point]] = {
+    "direct": [point for point in Point if point is not Point.LANDING],
+    "staged": [Point.BUCKET, Point.DRAINING, Point.LANDING, Point.CLOSING],
+}
 
 
 def carry_out(
@@ -52,6 +57,7 @@ def test_a_short_campaign(
     assert report.findings == []
     assert report.shots == 25
     assert report.restarts == 1
+    assert sum(line.counts["struck"] for line in report.lines.values()) >= 22  # A push can be over before it is met.
     assert report.answers["complete"] >= 25
 
 
@@ -66,11 +72,11 @@ def test_ten_trainers_are_killed_at_every_point(
     places = [(mode, point) for mode, points in _PLACES.items() for point in points]
     shots = [
         replace(shot, mode=places[shot.number % len(places)][0], point=places[shot.number % len(places)][1])
-        for shot in plan(SEED, Choice(pushes=10 * len(Point), only=[Fault.KILL_TRAINER]))
+        for shot in plan(SEED, Choice(pushes=10 * len(places), only=[Fault.KILL_TRAINER]))
     ]
     report = carry_out(shots, checkpoints, {"A": cold_a, "B": cold_b}, tmp_path, capsys)
     assert report.findings == []
     line = report.lines[Fault.KILL_TRAINER].counts
-    assert line["runs"] == 90
-    assert line["struck"] >= 85  # A push can be over before it is met.
+    assert line["runs"] == 10 * len(places)
+    assert line["struck"] >= line["runs"] - 5
     assert report.restarts == 0

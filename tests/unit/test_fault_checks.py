@@ -112,6 +112,12 @@ def test_a_wrong_outcome_is_found(fault: Fault, outcome: Outcome, after: dict[st
     assert {violation.kind for violation in found} == {Wrong.OUTCOME}
 
 
+@pytest.mark.parametrize(("fault", "struck"), [(Fault.NONE, True), (Fault.KILL_API, True), (Fault.KILL_TRAINER, False)])
+def test_a_trainer_that_dies_of_itself_is_found(fault: Fault, struck: bool) -> None:
+    (found,) = check_outcome(shot(fault), None, status(), "B-3", struck=struck)
+    assert "without a word" in found.text
+
+
 def test_a_fault_that_came_too_late_may_have_committed() -> None:
     assert list(check_outcome(shot(Fault.FLIP_BYTE), Outcome(True), SERVED, "B-3", struck=False)) == []
 

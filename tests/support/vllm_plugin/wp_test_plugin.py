@@ -9,8 +9,8 @@ It is found through its ``dist-info`` folder, once the folder of this file is on
   processing, ``{"close_once": "text"}`` the first time only, ``{"slow_land_ms": 200}`` delays every landing
   of a bucket, ``{"slow_stored_ms": 200}`` that of stored tensors, ``{"slow_close_ms": 3000}`` delays post-load
   processing, ``{"hold": {"opening": 300}}`` makes a phase of an update last longer (see ``_HELD_BY``),
-  ``{"staging_budget": 0}`` leaves so many bytes for host copies, ``{"flip": "model.norm.weight"}`` flips a bit of this tensor
-  once, at the next step.
+  ``{"staging_budget": 0}`` leaves so many bytes for host copies, ``{"flip": "model.norm.weight"}`` flips a bit of this
+  tensor once, at the next step.
 """
 
 from __future__ import annotations
