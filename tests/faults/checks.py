@@ -122,8 +122,8 @@ def check_outcome(
 ) -> Iterable[Violation]:
     """Judge what the trainer was told against what the server came to.
 
-    ``outcome``: None for a process that ended without a word. ``status``: None for a server that was killed. ``struck``: whether the
-    fault happened at all; a push can be over before it.
+    ``outcome``: None for a process that ended without a word. ``status``: None for a server that was killed.
+    ``struck``: whether the fault happened at all; a push can be over before it.
     """
     served = status is not None and status["state"] == "serving" and status["weight_version"] == version
     if outcome is None:

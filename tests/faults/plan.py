@@ -62,6 +62,7 @@ class Fault(StrEnum):
     KILL_API = "kill_api"
     KILL_ENGINE = "kill_engine"
     KILL_WORKER = "kill_worker"
+    KILL_KEEPER = "kill_keeper"
     KILL_SUPERVISOR = "kill_supervisor"
 
 
@@ -70,7 +71,9 @@ CORRUPTIONS: Final = frozenset(
     {Fault.FLIP_BYTE, Fault.SWAP_TENSORS, Fault.TRUNCATE, Fault.REPEAT, Fault.REORDER, Fault.CUT_DATA}
 )
 #: Faults that end the server; it must end wholly and is started again.
-SERVER_KILLS: Final = frozenset({Fault.KILL_API, Fault.KILL_ENGINE, Fault.KILL_WORKER, Fault.KILL_SUPERVISOR})
+SERVER_KILLS: Final = frozenset(
+    {Fault.KILL_API, Fault.KILL_ENGINE, Fault.KILL_WORKER, Fault.KILL_KEEPER, Fault.KILL_SUPERVISOR}
+)
 
 #: Faults that are there from the start of a push, or come after it.
 SET_UP: Final = CORRUPTIONS | {

@@ -37,10 +37,10 @@ def role(process: psutil.Process) -> str:
 def find(root: int, wanted: str) -> psutil.Process:
     """Return a process of ``role`` ``wanted``, or the one that does its work: one process can be all three.
 
-    ``supervisor`` is ``root`` itself.
+    ``supervisor`` is ``root`` itself, ``keeper`` its child.
     """
-    if wanted == "supervisor":
-        return psutil.Process(root)
+    if wanted in ("supervisor", "keeper"):
+        return processes(root)[("supervisor", "keeper").index(wanted)]
     roles = {role(process): process for process in processes(root)}
     if wanted == "worker":
         return roles.get("worker") or roles["engine"]
