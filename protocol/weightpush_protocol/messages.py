@@ -213,6 +213,9 @@ class DiskReloadRequest(_Request):
     ``path``: absolute, and below one of the server's ``--reload-root`` directories. ``staged``: the files are copied to
     host memory while the old weights serve; ``direct``: they are read into the live model, which needs no memory for a
     copy and pauses for longer. A repeated call with the same ``update_id`` gets the same answer.
+
+    ``digests``: what the tensors in the files must be; other files are refused before anything is written. A directory
+    that is only half written can look whole: whoever knows what should be in it says so here.
     """
 
     path: Annotated[str, Field(min_length=1, max_length=MAX_PATH_LENGTH)]
@@ -220,6 +223,7 @@ class DiskReloadRequest(_Request):
     mode: UpdateMode = UpdateMode.STAGED
     in_flight: InFlight = InFlight.WAIT
     deadlines: Deadlines = Deadlines()
+    digests: dict[TensorName, TensorDigest] = Field(default_factory=dict)
     update_id: UpdateId | None = None
 
 

@@ -32,8 +32,9 @@ from weightpush_server.disk_reload import DiskReloads
 from weightpush_server.engine import Engine
 from weightpush_server.lifecycle import POLL_S, UpdateLifecycle
 from weightpush_server.log import logger
+from weightpush_server.public_status import build_status
 from weightpush_server.publishing import Publisher, combine_fingerprints
-from weightpush_server.records import ControlRecord, UpdateRecord, build_status
+from weightpush_server.records import ControlRecord, UpdateRecord
 from weightpush_server.shared_state import SharedState
 from weightpush_server.stored_updates import StoredUpdates
 from weightpush_server.verify import WorkerReport, combine_reports

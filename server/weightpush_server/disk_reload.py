@@ -7,7 +7,7 @@ import hashlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -15,7 +15,7 @@ import torch
 
 from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import Manifest
+from weightpush_protocol.manifest import NAMED_OFFENDERS, Manifest
 from weightpush_protocol.messages import BeginRequest, DigestKind, DiskReloadRequest, FinishAnswer, UpdateMode
 from weightpush_protocol.state import ServerState
 from weightpush_protocol.transports.base import TransportConfig
@@ -56,10 +56,12 @@ class DiskReloads:
         if answer is not None:
             return answer
         directory = await asyncio.to_thread(resolve_directory, request.path, self._roots)
-        digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
+        # Off the event loop: there may be hundreds of thousands of digests.
+        body = await asyncio.to_thread(request.model_dump_json)
+        digest = hashlib.sha256(body.encode()).hexdigest()
 
         async def work() -> FinishAnswer:
-            files = _Files(directory, self._roots)
+            files = _Files(directory, self._roots, request.digests)
             try:
                 return await self._load(update_id, digest, request, files)
             finally:
@@ -91,6 +93,8 @@ class DiskReloads:
             deadline = time.monotonic() + limit_s
             stored = await self._in_thread(update_id, deadline, files.open)
             if update.mode is UpdateMode.DIRECT:
+                if request.digests:
+                    await self._in_thread(update_id, deadline, files.verify)
                 return stored
             # What does not fit this model, or the host's memory, is not worth reading.
             await self._life.rpc(update_id, limit_s, "weightpush_check", update.epoch, _as_begin(request, stored))
@@ -121,9 +125,10 @@ class DiskReloads:
 class _Files:
     """The checkpoint of one update. Its work runs in threads, one call at a time; ``close`` may come at any moment."""
 
-    def __init__(self, directory: Path, roots: Sequence[Path]) -> None:
+    def __init__(self, directory: Path, roots: Sequence[Path], expected: Mapping[str, str]) -> None:
         self._directory = directory
         self._roots = roots
+        self._expected = expected
         self._closed = threading.Event()
         self._working = threading.Lock()
         self._disk: DiskCheckpoint | None = None
@@ -131,45 +136,60 @@ class _Files:
 
     def open(self) -> StoredCheckpoint:
         """Open the files and check them; return where their tensors are."""
-        with self._working:
-            self._disk = DiskCheckpoint(self._directory, self._roots)
-            stored = self._disk.stored
-        self._close_if_told()
-        return stored
+        try:
+            with self._working:
+                self._disk = DiskCheckpoint(self._directory, self._roots)
+                check_names(self._disk.stored, self._expected)
+                return self._disk.stored
+        finally:
+            self._close_if_told()
 
     def copy(self) -> StoredCheckpoint:
         """Read all tensors into memory, with their digests; return where they are now.
 
         Raises:
-            WeightPushError: ``files_changed``, ``landing_failed`` where a file cannot be read.
+            WeightPushError: ``files_changed``, ``digest_mismatch``, ``landing_failed`` where a file cannot be read.
         """
         try:
             with self._working:
-                assert self._disk is not None
                 self._copy = HostCopy()
-                try:
-                    self._fill(self._copy, self._disk.stored)
-                except WeightPushError:
-                    self._disk.check_unchanged()  # Says better why a file ended too early.
-                    raise
-                self._disk.check_unchanged()
+                self._read(self._copy)
+                assert self._disk is not None
                 self._disk.close()
                 self._disk = None
                 return self._copy.describe()
         finally:
             self._close_if_told()
 
-    def _fill(self, copy: HostCopy, stored: StoredCheckpoint) -> None:
-        source = OpenCheckpoint(stored)
+    def verify(self) -> None:
+        """Read all tensors and compare them with what they must be; raises as `copy` does."""
         try:
-            for tensor in stored.tensors:
+            with self._working:
+                self._read(None)
+        finally:
+            self._close_if_told()
+
+    def _read(self, copy: HostCopy | None) -> None:
+        assert self._disk is not None
+        source: OpenCheckpoint | None = None
+        try:
+            source = OpenCheckpoint(self._disk.stored)
+            for tensor in self._disk.stored.tensors:
                 if self._closed.is_set():
                     raise WeightPushError(ErrorCode.ABORTED, "the update was given up while its files were read")
                 raw = source.read(tensor)
-                copy.digests[tensor.spec.name] = tensor_digest(raw)
-                copy.add(tensor.spec, raw.reshape(-1).view(torch.uint8))
+                digest = tensor_digest(raw)
+                check_digest(tensor.spec.name, digest, self._expected)
+                if copy is not None:
+                    copy.digests[tensor.spec.name] = digest
+                    copy.add(tensor.spec, raw.reshape(-1).view(torch.uint8))
+        except WeightPushError:
+            self._disk.check_unchanged()  # Says better why a file has ended too early, or is another one.
+            raise
         finally:
-            source.close()
+            if source is not None:
+                source.close()
+        self._disk.check_unchanged()
 
     def check(self) -> None:
         """Raise ``files_changed`` if what lands is still read from disk and is not what was opened."""
@@ -194,6 +214,38 @@ class _Files:
                 self._disk = self._copy = None
             finally:
                 self._working.release()
+
+
+def check_names(stored: StoredCheckpoint, expected: Mapping[str, str]) -> None:
+    """Refuse files that lack a tensor of which the digest is ``expected``.
+
+    Raises:
+        WeightPushError: ``checkpoint_damaged``, naming the first.
+    """
+    missing = sorted(expected.keys() - {tensor.spec.name for tensor in stored.tensors})
+    if missing:
+        raise WeightPushError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"the files lack {missing[0]!r}, and {len(missing) - 1} more of the tensors whose digests came with the "
+            "request: is this the directory, and is it wholly written?",
+            details={"missing": missing[:NAMED_OFFENDERS], "total": len(missing)},
+        )
+
+
+def check_digest(name: str, found: str, expected: Mapping[str, str]) -> None:
+    """Refuse a tensor that is not what it must be; one of which no digest came may be anything.
+
+    Raises:
+        WeightPushError: ``digest_mismatch``, naming it.
+    """
+    wanted = expected.get(name, found)
+    if found != wanted:
+        raise WeightPushError(
+            ErrorCode.DIGEST_MISMATCH,
+            f"{name!r} in the files has digest {found}, the request says {wanted}: the directory holds another "
+            "checkpoint, or is not wholly written; nothing was changed",
+            details={"tensor": name, "expected": wanted, "given": found},
+        )
 
 
 def _as_begin(request: DiskReloadRequest, stored: StoredCheckpoint) -> str:

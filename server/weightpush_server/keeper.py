@@ -54,7 +54,13 @@ class Keeper:
         status = self._until_ended(server)
         stopping = self._stop_by is not None
         end_all_children(patience_s=_PATIENCE_S if stopping and status < 128 else 0.0)
+        if self._is_alone():
+            self._directory.remove()  # Else the supervisor does.
         return status
+
+    def _is_alone(self) -> bool:
+        """Whether the supervisor is gone: its end of the pipe is closed."""
+        return bool(select.select([self._supervisor], [], [], 0)[0])
 
     def _on_stop(self, number: int, _: FrameType | None) -> None:
         # Whoever presses Ctrl-C twice does not want to wait.
@@ -76,10 +82,7 @@ class Keeper:
             ready, _, _ = select.select([self._wake, self._supervisor], [], [], left)
             if self._supervisor in ready:
                 say("the supervisor was killed; the server is ended")
-                status = self._kill(server)
-                end_all_children(patience_s=0.0)
-                self._directory.remove()
-                return status
+                return self._kill(server)
             if self._wake in ready:
                 os.read(self._wake, 4096)
 

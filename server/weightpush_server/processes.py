@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -32,15 +32,35 @@ def adopt_orphans() -> None:
 
 def children_of(pid: int) -> list[int]:
     """Return the direct children of ``pid``, zombies included."""
-    return [child for child, parent in _parents() if parent == pid]
-
-
-def _parents() -> Iterator[tuple[int, int]]:
+    found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
-                # "pid (name) state ppid ...": the name may hold spaces and parentheses.
-                yield int(entry.name), int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
+                if _stat(int(entry.name))[1] == str(pid).encode():
+                    found.append(int(entry.name))
+    return found
+
+
+def session_of(pid: int) -> int | None:
+    """Return the session of a process, also of a zombie; ``None`` if there is no such process."""
+    try:
+        return int(_stat(pid)[3])
+    except OSError:
+        return None
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return state, parent, group, session, ... of a process. Raises ``OSError`` if there is none."""
+    # "pid (name) state ...": the name may hold spaces and parentheses.
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+
+
+def has_in_environment(pid: int, entry: str) -> bool:
+    """Whether a process was started with ``entry``, NAME=VALUE, in its environment."""
+    try:
+        return entry.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def _is_tracker(pid: int) -> bool:
@@ -73,8 +93,10 @@ def describe_exit(status: int) -> str:
     return f"exited with {status}"
 
 
-def end_all_children(*, patience_s: float, limit_s: float = 30.0) -> bool:
-    """End everything below this process, which must have called `adopt_orphans`.
+def end_all_children(
+    *, patience_s: float, limit_s: float = 30.0, is_ours: Callable[[int], bool] = lambda _: True
+) -> bool:
+    """End everything below this process, which must have called `adopt_orphans`, as far as ``is_ours`` says so.
 
     First all get ``patience_s`` seconds to end by themselves, then they are killed. Children of what is killed become
     children of this process, so that the loop gets hold of them whatever session or group they are in.
@@ -86,7 +108,7 @@ def end_all_children(*, patience_s: float, limit_s: float = 30.0) -> bool:
     only_trackers: float | None = None
     while True:
         reap()
-        left = children_of(os.getpid())
+        left = [pid for pid in children_of(os.getpid()) if is_ours(pid)]
         now = time.monotonic()
         if not left:
             return True

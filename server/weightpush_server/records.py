@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 from pydantic import AwareDatetime, BaseModel, Field
 
-from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
 from weightpush_protocol.messages import (
     BeginAnswer,
@@ -22,10 +20,7 @@ from weightpush_protocol.messages import (
     InFlight,
     LastError,
     LastUpdate,
-    Status,
     UpdateMode,
-    UpdateStatus,
-    WorkerStatus,
     utc_now,
 )
 from weightpush_protocol.state import Event, Phase, ServerState, next_state
@@ -393,42 +388,3 @@ class WorkerRecord(BaseModel):
     progress_at: float = 0.0
     error: ErrorDetail | None = None
     copies: list[CopyStatus] = Field(default_factory=list)
-
-
-def build_status(control: ControlRecord, workers: list[WorkerRecord]) -> Status:
-    """Assemble the public status. Progress of an update is that of its slowest worker."""
-    update = control.update
-    return Status(
-        protocol=PROTOCOL_VERSION,
-        instance_id=control.instance_id,
-        state=control.state,
-        serving=control.state.serving,
-        weight_version=control.weight_version,
-        previous_version=control.previous_version,
-        update=_update_status(update, workers) if update is not None else None,
-        last_error=control.last_error,
-        last_update=control.last_update,
-        fingerprint=control.fingerprint,
-        copies=[copy for worker in workers for copy in worker.copies],
-        workers=[
-            WorkerStatus(**worker.model_dump(exclude={"epoch", "error", "connected", "progress_at", "copies"}))
-            for worker in workers
-        ],
-    )
-
-
-def _update_status(update: UpdateRecord, workers: list[WorkerRecord]) -> UpdateStatus:
-    slowest: dict[str, Any] = {}
-    taking_part = [worker for worker in workers if worker.epoch == update.epoch]
-    if taking_part:
-        worker = min(taking_part, key=lambda worker: (worker.buckets_done, worker.bytes_done))
-        slowest = worker.model_dump(include={"buckets_done", "tensors_done", "bytes_done"})
-    lease_left = timedelta(seconds=update.lease_renewed + update.deadlines.lease_s - time.monotonic())
-    return UpdateStatus(
-        **update.model_dump(
-            include={"update_id", "epoch", "mode", "phase", "weight_version", "transport", "in_flight", "digest"}
-            | {"tensors_total", "bytes_total", "buckets_total", "started_at"}
-        ),
-        **slowest,
-        lease_expires_at=utc_now() + lease_left,
-    )

@@ -134,7 +134,24 @@ async def begin(request: Request) -> Response:
     """Open an update: check it, bring up the data plane, close the gate, drain, open the model."""
     context = _context(request)
     body = await _body(request, BeginRequest, context.config.max_manifest_bytes)
+    check_bucket_sizes(body, context.config.max_bucket_bytes)
     return _json(await context.coordinator.begin(body))
+
+
+def check_bucket_sizes(begin: BeginRequest, limit: int) -> None:
+    """Refuse a plan whose buckets could not be sent: the trainer cuts them, and a body has a limit here.
+
+    Raises:
+        WeightPushError: ``too_large``.
+    """
+    largest = max((bucket.nbytes for bucket in begin.manifest.buckets), default=0)
+    if begin.transport.name == "http" and largest > limit:
+        raise WeightPushError(
+            ErrorCode.TOO_LARGE,
+            f"the plan has a bucket of {largest} bytes, and this server takes bodies of at most {limit}: push with "
+            "smaller buckets (bucket_bytes, --bucket-mb), or start the server with a larger --max-bucket-mb",
+            details={"largest_bytes": largest, "limit_bytes": limit},
+        )
 
 
 @router.post("/stream")
@@ -214,7 +231,7 @@ async def finish(request: Request) -> Response:
 async def load(request: Request) -> Response:
     """Load a checkpoint directory from below a ``--reload-root``: a whole update in one call."""
     context = _context(request)
-    body = await _body(request, DiskReloadRequest, _SMALL_BODY_BYTES)
+    body = await _body(request, DiskReloadRequest, context.config.max_manifest_bytes)
     return _json(await context.coordinator.load(body))
 
 

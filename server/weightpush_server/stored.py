@@ -43,6 +43,11 @@ class StoredTensor(BaseModel):
     file: NonNegativeInt
     offset: NonNegativeInt
 
+    @property
+    def end(self) -> int:
+        """Byte offset behind it."""
+        return self.offset + self.spec.nbytes
+
 
 class StoredCheckpoint(BaseModel):
     """Tensors in the order in which they land, and their digests as far as they are known."""
@@ -84,23 +89,28 @@ class OpenCheckpoint:
         self.stored = stored
         self._descriptors: list[int] = []
         self._mapped: dict[int, torch.Tensor] = {}
+        # An empty tensor may stand behind the end of its file.
+        last: dict[int, StoredTensor] = {}
+        for tensor in stored.tensors:
+            before = last.get(tensor.file)
+            if tensor.spec.nbytes and (before is None or tensor.end > before.end):
+                last[tensor.file] = tensor
         try:
             for index, file in enumerate(stored.files):
-                self._open(index, file)
+                self._open(index, file, last.get(index))
         except BaseException:
             self.close()
             raise
 
-    def _open(self, index: int, file: StoredFile) -> None:
+    def _open(self, index: int, file: StoredFile, last: StoredTensor | None) -> None:
         try:
             descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise _unreadable(file, f"cannot be opened: {error.strerror}") from error
         self._descriptors.append(descriptor)
         size = os.fstat(descriptor).st_size
-        for tensor in self.stored.tensors:
-            if tensor.file == index and tensor.offset + tensor.spec.nbytes > size:
-                raise _unreadable(file, f"has {size} bytes, too few for {tensor.spec.name!r}", tensor.spec.name)
+        if last is not None and last.end > size:
+            raise _unreadable(file, f"has {size} bytes, too few for {last.spec.name!r}", last.spec.name)
         if file.in_memory and size:
             # Private and read-only: a shared mapping would want write access, and would make a file that is missing.
             own = f"/proc/self/fd/{descriptor}"

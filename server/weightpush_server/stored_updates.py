@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Final
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import CopyRole, DigestKind, FinishAnswer, RollbackRequest, UpdateMode
@@ -17,9 +16,6 @@ from weightpush_server.log import logger
 from weightpush_server.publishing import Hook, Publisher
 from weightpush_server.records import FROM_COPY, ControlRecord, UpdateRecord
 from weightpush_server.stored import StoredCheckpoint
-
-#: Until a worker has said where its copies lie, in seconds.
-_FIND_S: Final = 30.0
 
 Make = Callable[[ControlRecord], UpdateRecord]
 Find = Callable[[UpdateRecord], Awaitable[StoredCheckpoint]]
@@ -129,7 +125,9 @@ class StoredUpdates:
 
     async def _find_copy(self, update: UpdateRecord) -> StoredCheckpoint:
         assert update.restores is not None
-        answers = await self._life.rpc(update.update_id, _FIND_S, "weightpush_kept", update.restores.value)
+        answers = await self._life.rpc(
+            update.update_id, update.deadlines.commit_s, "weightpush_kept", update.restores.value
+        )
         answer = next(answer for answer in answers if "stored" in answer)
         if answer["weight_version"] != update.weight_version:
             raise WeightPushError(

@@ -18,7 +18,15 @@ from types import FrameType
 from typing import Final, NoReturn
 
 from weightpush_server.keeper import GRACE_S, STOP_SIGNALS, Keeper
-from weightpush_server.processes import adopt_orphans, describe_exit, end_all_children, exit_status, say
+from weightpush_server.processes import (
+    adopt_orphans,
+    describe_exit,
+    end_all_children,
+    exit_status,
+    has_in_environment,
+    say,
+    session_of,
+)
 from weightpush_server.rundir import VARIABLE, RunDirectory
 
 RESTART_OPTION: Final = "--restart-on-failure"
@@ -118,13 +126,20 @@ class Supervisor:
         if self._stop.is_set():  # The signal came before there was a keeper to pass it on to.
             os.kill(pid, signal.SIGTERM)
         # Not reaped before its number is forgotten: a late signal must not reach somebody else.
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) is not None and ended.si_pid != pid:
+            os.waitpid(ended.si_pid, 0)  # Somebody else's orphan, of whom we have become the parent.
         self._keeper = None
         _, wait_status = os.waitpid(pid, 0)
         os.close(alive)
         os.close(held)
+
+        def is_ours(child: int) -> bool:
+            # A shell that started helpers and then became this process leaves us children that are none of the server.
+            marked = has_in_environment(child, f"{VARIABLE}={directory.path}")
+            return marked or session_of(child) == pid
+
         # Nothing is left unless the keeper was killed; then its children are ours.
-        if not end_all_children(patience_s=0.0):
+        if not end_all_children(patience_s=0.0, is_ours=is_ours):
             say("a process of the server cannot be killed; see `ps`")
         return exit_status(wait_status)
 

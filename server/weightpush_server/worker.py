@@ -276,8 +276,9 @@ class WeightPushWorkerExtension:
         state = _state(self)
         if state.update is not None and state.update.epoch == epoch:
             state.drop_update()
-            if state.copies is not None:
-                state.copies.drop(epoch)
+        state.settle_copies()
+        if state.copies is not None:
+            state.copies.drop(epoch)
         return {"tainted": state.guard.tainted}
 
 

@@ -161,11 +161,11 @@ def test_no_body_is_ever_unpickled(server: ServerProcess, tmp_path: Any) -> None
             return (open, (str(marker), "w"))
 
     evil = pickle.dumps(Evil())
-    routes = ("begin", "stream", "finish", "abort", "status", "manifest", "events", "")
+    routes = ("begin", "stream", "finish", "abort", "rollback", "status", "manifest", "events", "")
     kinds = ("application/json", "application/octet-stream", "application/python-pickle")
     with server.client() as client:
         for route, kind, content in itertools.product(routes, kinds, (evil, base64.b64encode(evil))):
-            answer = client.post(f"/reload/{route}", content=content, headers={"Content-Type": kind})
+            answer = client.post(f"/reload/{route}".rstrip("/"), content=content, headers={"Content-Type": kind})
             assert 400 <= answer.status_code < 500, (route, kind, answer.text)
     assert not marker.exists()
 

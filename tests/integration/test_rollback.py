@@ -56,7 +56,10 @@ def keeping_server(
 ) -> Iterator[tuple[ServerProcess, Look]]:
     """A server that keeps copies, and what it served at its start."""
     with ServerProcess(
-        checkpoints.a, ["--keep-previous"], folder=tmp_path_factory.mktemp("keeping"), token=TOKEN
+        checkpoints.a,
+        ["--keep-previous", "--reload-root", str(checkpoints.a.parent)],
+        folder=tmp_path_factory.mktemp("keeping"),
+        token=TOKEN,
     ) as server:
         assert kept(server) == {"served": "default"}
         yield server, look(server)
@@ -213,6 +216,20 @@ def test_partial_pushes_can_be_gone_back_to(keeping: ServerProcess, checkpoints:
         assert look(keeping) == mixed
         assert pusher.rollback()[0].weight_version == "A5"
         assert look(keeping) == whole
+
+
+@pytest.mark.parametrize("mode", ["direct", "staged"])
+def test_what_came_from_disk_is_kept_too(keeping: ServerProcess, checkpoints: Checkpoints, mode: str) -> None:
+    push(keeping, checkpoints, "A5")
+    with WeightPusher(keeping.url, token=TOKEN) as pusher:
+        pusher.push_from_disk(checkpoints.b, weight_version="B5", mode=mode)
+        from_disk = look(keeping)
+        pusher.push_from_disk(checkpoints.a, weight_version="A6", mode=mode)
+        assert kept(keeping) == {"served": "A6", "previous": "B5"}
+        assert len(copy_sizes(keeping)) == 2
+        pusher.rollback()
+    assert look(keeping) == from_disk
+    assert verified(keeping, checkpoints.b)
 
 
 def test_memory_is_one_copy_a_version(keeping: ServerProcess, checkpoints: Checkpoints) -> None:

@@ -19,8 +19,8 @@ from weightpush_client import WeightPusher
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 
-def push(server: ServerProcess, directory: Path, version: str, transport: str) -> None:
-    with WeightPusher(server.url, transport=transport, bucket_bytes=40_000) as pusher:
+def push(server: ServerProcess, directory: Path, version: str, transport: str, mode: str = "direct") -> None:
+    with WeightPusher(server.url, transport=transport, mode=mode, bucket_bytes=40_000) as pusher:
         pusher.push(directory, weight_version=version)
 
 
@@ -41,7 +41,8 @@ def test_two_api_processes_share_one_gate(checkpoints: Checkpoints, cold_b: dict
         assert server.wait_state("failed")["last_error"]["code"] == "transport_failed"
         assert {answer.status_code for answer in over_new_connections(server)} == {503}
         for number in range(4):  # Calls of one update meet both processes.
-            push(server, checkpoints.b, f"B{number}", ("gloo", "http")[number % 2])
+            mode = ("direct", "staged")[number // 2]
+            push(server, checkpoints.b, f"B{number}", ("gloo", "http")[number % 2], mode)
         answers = over_new_connections(server)
         assert {answer.headers["X-Weight-Version"] for answer in answers} == {"B3"}
         assert {answer.json()["choices"][0]["text"] for answer in answers} == {cold_b[PROMPTS[0]][:4]}
@@ -53,8 +54,13 @@ def round_trips(server: ServerProcess, checkpoints: Checkpoints, workers: int) -
     cold_a = {prompt: server.answer(prompt) for prompt in PROMPTS}
     answers: dict[str, dict[str, str]] = {"A": cold_a}
     fingerprints: dict[str, str] = {}
-    for label, transport in (("B", "gloo"), ("A", "http"), ("B", "http"), ("A", "gloo")):
-        push(server, checkpoints.a if label == "A" else checkpoints.b, label, transport)
+    for label, transport, mode in (
+        ("B", "gloo", "direct"),
+        ("A", "http", "staged"),
+        ("B", "http", "direct"),
+        ("A", "gloo", "staged"),
+    ):
+        push(server, checkpoints.a if label == "A" else checkpoints.b, label, transport, mode)
         for _ in range(4):  # Data-parallel engines take turns.
             seen = {prompt: server.answer(prompt) for prompt in PROMPTS}
             assert answers.setdefault(label, seen) == seen

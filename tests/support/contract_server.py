@@ -39,6 +39,7 @@ from weightpush_protocol.messages import (
     LastUpdate,
     ManifestAnswer,
     PlanSummary,
+    RollbackRequest,
     Status,
     StreamAnswer,
     StreamRequest,
@@ -151,6 +152,7 @@ class ContractServer:
         self.authorizations: set[str | None] = set()
         self.begins: list[BeginRequest] = []
         self.loads: list[DiskReloadRequest] = []
+        self.rollbacks: list[RollbackRequest] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.ended: dict[str, str] = {}
         self.protocol = PROTOCOL_VERSION
@@ -161,6 +163,7 @@ class ContractServer:
         self._last_error: LastError | None = None
         self._last_update: LastUpdate | None = None
         self._answers: dict[str, FinishAnswer] = {}
+        self._history: list[str] = []
         self._epoch = 0
         self._threads = ThreadPoolExecutor(8, "contract-server")
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -198,6 +201,7 @@ class ContractServer:
             ("POST", "stream"),
             ("POST", "finish"),
             ("POST", "abort"),
+            ("POST", "rollback"),
         ):
             app.add_api_route(f"/reload/{name}", self._route(name), methods=[method], response_model=None)
         app.add_api_route("/reload", self._route("load"), methods=["POST"], response_model=None)
@@ -304,6 +308,7 @@ class ContractServer:
             update_id=str(begin.update_id),
             epoch=update.epoch,
             accepted_transport=begin.transport.name,
+            mode=begin.mode,
             plan=PlanSummary(in_place=len(begin.manifest.tensors), bytes=begin.manifest.nbytes),
         )
         return Response(answer.model_dump_json(), media_type="application/json")
@@ -384,6 +389,25 @@ class ContractServer:
             self._commit(update)
         return Response(self._answers[finish.update_id].model_dump_json(), media_type="application/json")
 
+    async def _rollback(self, request: Request) -> Response:
+        """Go back to the version of before, but not to its weights."""
+        self.rollbacks.append(rollback := RollbackRequest.model_validate_json(await request.body()))
+        update_id = str(rollback.update_id)
+        if update_id not in self._answers:
+            if not self._history:
+                raise WeightPushError(ErrorCode.NO_COPY, "no copy of the version before", state=self._state)
+            self._version = self._history.pop()
+            self._answers[update_id] = FinishAnswer(
+                update_id=update_id,
+                weight_version=self._version,
+                fingerprint="f" * 16,
+                tensors=1,
+                bytes=4_000_000,
+                seconds=0.5,
+                pause_seconds=0.25,
+            )
+        return Response(self._answers[update_id].model_dump_json(), media_type="application/json")
+
     async def _load(self, request: Request) -> Response:
         """Answer as a server that has loaded a checkpoint without reading it."""
         self.loads.append(load := DiskReloadRequest.model_validate_json(await request.body()))
@@ -403,6 +427,7 @@ class ContractServer:
         begin = update.request
         update_id = str(begin.update_id)
         self.weights = update.tensors
+        self._history.append(self._version)
         self._version = begin.weight_version
         common: dict[str, Any] = {
             "update_id": update_id,

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from support.contract_server import TOKEN, ContractServer
 from weightpush_client import PushPhase, PushProgress, WeightPusher, cli_serve, cli_watch
 from weightpush_client.cli import app
+from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_protocol.messages import Deadlines
@@ -62,7 +63,7 @@ def dead_url() -> str:
 # help
 
 
-@pytest.mark.parametrize("command", [(), ("push",), ("status",), ("watch",), ("verify",), ("abort",)])
+@pytest.mark.parametrize("command", [(), ("push",), ("status",), ("watch",), ("verify",), ("abort",), ("rollback",)])
 def test_help_shows_an_example(command: tuple[str, ...]) -> None:
     code, out, _ = run(*command, "--help")
     assert code == 0
@@ -72,7 +73,7 @@ def test_help_shows_an_example(command: tuple[str, ...]) -> None:
 
 def test_the_overview_names_every_command() -> None:
     _, out, _ = run("--help")
-    for command in ("serve", "push", "status", "watch", "verify", "abort"):
+    for command in ("serve", "push", "rollback", "status", "watch", "verify", "abort"):
         assert f"\n  {command} " in out
     assert "Exit codes" in out
 
@@ -170,6 +171,13 @@ def test_a_push_from_disk_reads_nothing_here(
     assert code == 2
     assert "leave --partial out" in err
     assert server.calls == ["load", "load"]
+    assert first.digests == {}
+
+
+def test_a_push_from_disk_may_be_checked_against_what_lies_here(server: ContractServer, checkpoint: Path) -> None:
+    push = ("push", checkpoint, "--url", server.url, "--version", "v1", "--from-disk", "--check")
+    assert run(*push)[0] == 0
+    assert server.loads[0].digests == {name: tensor_digest(tensor) for name, tensor in WEIGHTS.items()}
 
 
 def test_an_unreachable_server_is_two(checkpoint: Path) -> None:
@@ -310,6 +318,18 @@ def test_watch_gives_up(server: ContractServer, monkeypatch: pytest.MonkeyPatch)
     code, _, err = run("watch", server.url, "--token", "wrong")
     assert code == 1
     assert "[unauthorized]" in err
+
+
+def test_rollback(server: ContractServer, checkpoint: Path) -> None:
+    code, _, err = run("rollback", server.url)
+    assert code == 1
+    assert "[no_copy]" in err
+    for version in ("v1", "v2"):
+        assert run("push", checkpoint, "--url", server.url, "--version", version, "--mode", "staged")[0] == 0
+    code, out, err = run("rollback", server.url, "--in-flight", "abort")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{server.url} serves v1 again: 4.0 MB, not serving for 0.25 s, fingerprint ffff")
+    assert server.rollbacks[-1].in_flight == "abort"
 
 
 def test_abort(server: ContractServer) -> None:

@@ -159,6 +159,55 @@ def test_bytes_arrive(
     assert our_threads() == []
 
 
+def test_the_report_says_how_each_server_took_a_staged_push(make_server: MakeServer) -> None:
+    servers = make_server(), make_server()
+    with pusher_for(*servers, mode="staged") as pusher:
+        report = pusher.push(make_weights(), weight_version="v1")
+    assert [server.begins[0].mode for server in servers] == ["staged", "staged"]
+    assert [server.mode for server in report.servers] == ["staged", "staged"]
+    assert report.pause_seconds == 0.25
+    assert "staged, not serving for 0.25 s" in str(report)
+
+
+def test_all_servers_go_back_or_the_error_says_which_did(make_server: MakeServer) -> None:
+    servers = make_server(), make_server()
+    deadlines = Deadlines(drain_s=7)
+    with pusher_for(*servers, in_flight="abort", deadlines=deadlines) as pusher:
+        for number in range(2):
+            pusher.push(make_weights(), weight_version=f"v{number}")
+        assert [answer.weight_version for answer in pusher.rollback()] == ["v0", "v0"]
+    (request,) = servers[0].rollbacks
+    assert servers[1].rollbacks == [request]
+    assert (request.in_flight, request.deadlines) == ("abort", deadlines)
+    with pusher_for(servers[0]) as pusher:
+        pusher.push(make_weights(), weight_version="v2")
+        pusher.rollback()
+        first = servers[0].status().weight_version
+        pusher.rollback()
+    with pusher_for(servers[1]) as pusher:
+        pusher.push(make_weights(), weight_version="v3")
+    with pusher_for(*servers) as pusher, pytest.raises(PushError) as caught:
+        pusher.rollback()
+    assert first == "v0"
+    assert (caught.value.code, caught.value.server) == (ErrorCode.NO_COPY, servers[0].url)
+    assert caught.value.details == {"committed": [servers[1].url], "failed": [servers[0].url]}
+    assert servers[1].status().weight_version == "v0"
+
+
+def test_a_rollback_whose_answer_is_lost_is_not_repeated_as_another(make_server: MakeServer) -> None:
+    server = make_server()
+    with pusher_for(server) as pusher:
+        for number in range(2):
+            pusher.push(make_weights(), weight_version=f"v{number}")
+    proxy = DroppingProxy(server.port, {"POST /reload/rollback": 1})
+    try:
+        with WeightPusher(proxy.url, token=TOKEN) as pusher:
+            assert [answer.weight_version for answer in pusher.rollback()] == ["v0"]
+    finally:
+        proxy.close()
+    assert [request.update_id for request in server.rollbacks] == [server.rollbacks[0].update_id] * 2
+
+
 @pytest.mark.parametrize("transport", ["http", "gloo"])
 def test_two_servers_take_one_update(transport: str, make_server: MakeServer, workers: list[ReceiverProcess]) -> None:
     servers = make_server(workers=workers[:1]), make_server(workers=workers[1:])
@@ -218,7 +267,7 @@ def test_the_report_reads_well(make_server: MakeServer) -> None:
     assert lines[0].startswith("pushed step-7 in ")
     assert "15 tensors, " in lines[0]
     assert "in 1 bucket over http" in lines[0]
-    assert lines[1] == f"  {server.url}: not serving for 0.25 s, fingerprint ffffffffffffffff"
+    assert lines[1] == f"  {server.url}: direct, not serving for 0.25 s, fingerprint ffffffffffffffff"
     assert lines[2].startswith("  seconds: check 0.")
     phases = report.phases
     assert 0 < phases.check + phases.begin + phases.finish < report.seconds

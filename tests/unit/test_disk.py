@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -271,11 +272,8 @@ def test_a_file_that_leads_out_is_not_opened(root: Path, saved: Path, file: str)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkpoint for many quick looks: nobody writes to it in the meantime, so nothing needs to settle."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "_QUIET_NS", 0)
-        yield write(tmp_path_factory.mktemp("bytes")).resolve()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("bytes")).resolve()
 
 
 @given(st.data())
@@ -290,7 +288,9 @@ def test_one_changed_byte_of_a_header_never_breaks_more_than_the_checkpoint(fold
     refused: WeightPushError | None = None
     try:
         (folder / SECOND).write_bytes(changed)
-        opened = DiskCheckpoint(folder, [folder])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(disk, "_QUIET_NS", 0)  # Nobody else writes here.
+            opened = DiskCheckpoint(folder, [folder])
         assert sum(tensor.spec.nbytes for tensor in opened.stored.tensors) == 4 * 30
         opened.close()
     except WeightPushError as error:
@@ -363,14 +363,12 @@ def test_a_change_under_our_hands_is_noticed(root: Path, saved: Path, kind: str)
 
 
 @pytest.mark.case("C104")
-def test_a_write_in_the_same_tick_is_not_missed(root: Path, saved: Path) -> None:
-    """The file system's clock is coarse: without waiting, a second write looks as old as the first."""
-    for _ in range(20):
-        overwrite_in_place(saved)
+def test_files_must_have_been_left_alone_for_a_moment(root: Path, saved: Path) -> None:
+    """Where the clock of a file system is coarse, a second write within a tick looks as old as the first."""
+    for file in (FIRST, SECOND, INDEX):
+        (saved / file).touch()
         opened = DiskCheckpoint(saved, [root])
-        overwrite_in_place(saved)
-        with pytest.raises(WeightPushError, match="was written to"):
-            opened.check_unchanged()
+        assert time.time_ns() - (saved / file).stat().st_ctime_ns >= 100_000_000
         opened.close()
 
 
@@ -407,7 +405,7 @@ def test_a_link_that_is_switched_leads_to_one_checkpoint_or_the_other(root: Path
 
 @pytest.fixture
 def files(root: Path, saved: Path) -> Iterator[_Files]:
-    made = _Files(saved, [root])
+    made = _Files(saved, [root], {})
     yield made
     made.close()
 
@@ -434,16 +432,45 @@ def test_a_change_while_copying_is_never_a_mixture(files: _Files, saved: Path, k
     assert caught.value.code is ErrorCode.FILES_CHANGED
 
 
+@pytest.mark.case("C104")
+def test_files_that_are_not_what_they_should_be_are_refused(root: Path, saved: Path) -> None:
+    """A directory that is half old and half new looks whole, to all who do not know what should be in it."""
+    digests = {name: tensor_digest(tensor) for name, tensor in tensors().items()}
+    replace(saved)
+    for expected, code, named in (
+        (digests, ErrorCode.DIGEST_MISMATCH, "'layer.2' in the files has digest"),
+        ({**digests, "more": "0" * 16}, ErrorCode.CHECKPOINT_DAMAGED, "lack 'more'"),
+    ):
+        for work in (_Files.copy, _Files.verify):
+            files = _Files(saved, [root], expected)
+
+            def load(files: _Files = files, work: Callable[[_Files], object] = work) -> None:
+                files.open()
+                work(files)
+
+            with pytest.raises(WeightPushError, match=named) as caught:
+                load()
+            assert caught.value.code is code
+            files.close()
+    write(saved)
+    files = _Files(saved, [root], digests)
+    files.open()
+    files.verify()
+    files.check()
+    assert files.copy().digests == digests
+    files.close()
+
+
 def test_everything_is_let_go(root: Path, saved: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        files = _Files(saved, [root])
+        files = _Files(saved, [root], {})
         files.open()
         files.copy()
         assert len(os.listdir("/proc/self/fd")) > before
         files.close()
         files.close()
-        files = _Files(saved, [root])
+        files = _Files(saved, [root], {})
         files.open()
         files.close()
         with pytest.raises(AssertionError):

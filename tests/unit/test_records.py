@@ -4,9 +4,10 @@ import pytest
 
 from unit.test_shared_state import make_update
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import InFlight
+from weightpush_protocol.messages import CopyRole, CopyStatus, InFlight, UpdateMode
 from weightpush_protocol.state import Phase, ServerState
-from weightpush_server.records import ControlRecord, WorkerRecord, build_status
+from weightpush_server.public_status import build_status
+from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord
 
 
 def running(state: ServerState = ServerState.SERVING, **changes: object) -> ControlRecord:
@@ -74,6 +75,7 @@ def test_only_kept_requests_span_versions() -> None:
         assert control.label(entered_epoch=0, entered_version="v0") == label
         control.commit(fingerprint="f")
         assert control.label(entered_epoch=0, entered_version="v0") == label
+        assert control.committed_epoch == 1
         assert control.label(entered_epoch=1, entered_version="v1") == "v1"
 
 
@@ -150,3 +152,109 @@ def test_progress_is_that_of_the_slowest_worker() -> None:
     assert status.update.buckets_done == 2
     assert status.serving
     assert [worker.rank for worker in status.workers] == [0, 1, 2]
+
+
+def test_staging_serves_until_the_weights_land() -> None:
+    control = running(mode=UpdateMode.STAGED)
+    control.stage()
+    assert (control.state, control.gate_open) == (ServerState.STAGING, True)
+    control.close_gate()
+    assert (control.state, control.gate_open) == (ServerState.UPDATING, False)
+    control.commit(fingerprint="f")
+    assert (control.state, control.weight_version) == (ServerState.SERVING, "v1")
+
+
+@pytest.mark.parametrize("draining", [False, True])
+@pytest.mark.case("C96")
+def test_a_staged_update_that_fails_before_its_first_write_leaves_no_trace(draining: bool) -> None:
+    control = running(mode=UpdateMode.STAGED)
+    control.fingerprint = "f"
+    control.stage()
+    if draining:
+        control.close_gate()
+    failed = control.fail(error())
+    assert (control.state, control.weight_version, control.fingerprint) == (ServerState.SERVING, "v0", "f")
+    assert control.begin_undoing(failed, SERVED) is None
+    assert control.update is None
+
+
+SERVED = CopyStatus(role=CopyRole.SERVED, weight_version="v0", bytes=3)
+
+
+def test_a_staged_update_that_spoils_the_weights_is_undone_and_stays_the_last_error() -> None:
+    control = running(mode=UpdateMode.STAGED)
+    control.previous_version = "older"
+    control.stage()
+    control.close_gate()
+    assert control.update is not None
+    control.update.written = True
+    failed = control.fail(error())
+    undo = control.begin_undoing(failed, SERVED)
+    assert undo is not None
+    assert control.update is undo
+    assert (undo.epoch, undo.undoes, undo.restores) == (2, "u1", CopyRole.SERVED)
+    assert not control.gate_open
+    with pytest.raises(WeightPushError) as busy:
+        control.reserve("u2", "d", lambda _: make_update(update_id="u2"))
+    assert busy.value.code is ErrorCode.UPDATE_IN_PROGRESS
+    control.close_gate()
+    control.commit(fingerprint="f")
+    assert (control.state, control.weight_version, control.previous_version) == (ServerState.SERVING, "v0", "older")
+    assert control.last_error is not None
+    assert control.last_error.update_id == "u1"
+
+
+def test_an_undoing_that_fails_tells_both_reasons_and_is_not_repeated() -> None:
+    control = running(mode=UpdateMode.STAGED)
+    control.stage()
+    control.close_gate()
+    assert control.update is not None
+    control.update.written = True
+    assert control.begin_undoing(control.fail(error()), SERVED) is not None
+    control.close_gate()
+    assert control.update.undoes == "u1"
+    control.update.written = True
+    failed = control.fail(error(ErrorCode.PROOF_FAILED))
+    assert control.begin_undoing(failed, SERVED) is None
+    assert control.state is ServerState.FAILED
+    assert control.last_error is not None
+    assert control.last_error.code is ErrorCode.PROOF_FAILED
+    assert control.last_error.details["failed_before"]["update_id"] == "u1"
+
+
+def test_direct_updates_are_not_undone_unasked() -> None:
+    control = running()
+    control.close_gate()
+    assert control.update is not None
+    control.update.written = True
+    assert control.begin_undoing(control.fail(error()), SERVED) is None
+
+
+@pytest.mark.parametrize(
+    ("role", "origin", "previous"),
+    [(CopyRole.SERVED, ServerState.FAILED, "older"), (CopyRole.PREVIOUS, ServerState.SERVING, None)],
+)
+def test_a_rollback_says_what_is_known_of_before(role: CopyRole, origin: ServerState, previous: str | None) -> None:
+    control = running(origin, restores=role)
+    control.previous_version = "older"
+    control.close_gate()
+    control.commit(fingerprint="f")
+    assert (control.weight_version, control.previous_version) == ("v1", previous)
+
+
+def test_an_update_is_reserved_once_and_what_its_maker_raises_changes_nothing() -> None:
+    control = ControlRecord(instance_id="i", weight_version="v0")
+
+    def make(record: ControlRecord) -> UpdateRecord:
+        return make_update(epoch=record.epoch, request_digest="d")
+
+    mine, update = control.reserve("u1", "d", make)
+    assert (mine, update.epoch, control.epoch) == (True, 1, 1)
+    assert control.reserve("u1", "d", make) == (False, update)
+    with pytest.raises(WeightPushError) as other:
+        control.reserve("u1", "another body", make)
+    assert other.value.code is ErrorCode.UPDATE_IN_PROGRESS
+    control.fail(error())
+    with pytest.raises(WeightPushError) as ended:
+        control.reserve("u1", "d", make)
+    assert ended.value.code is ErrorCode.UPDATE_FAILED

@@ -107,9 +107,11 @@ class Supervised:
         self.script.write_text(SERVER)
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self, *words: str, grace_s: float = 30) -> Supervised:
-        """Start it without waiting."""
+    def start(self, *words: str, grace_s: float = 30, before: str = "") -> Supervised:
+        """Start it without waiting, from a shell that runs ``before`` and then becomes the supervisor."""
         command = [sys.executable, "-c", SUPERVISOR, str(self.script), str(self.folder), str(grace_s), *words]
+        if before:
+            command = ["sh", "-c", f'{before}; exec "$@"', "sh", *command]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
         return self
 
@@ -173,6 +175,24 @@ def test_whoever_is_killed_nothing_is_left(supervised: Supervised, victim: str) 
     assert status == (-signal.SIGKILL if victim == "supervisor" else 128 + signal.SIGKILL)
     if victim != "supervisor":
         assert "was killed by SIGKILL without being asked to; all of it was ended" in said
+
+
+def test_what_a_shell_started_before_is_left_alone(supervised: Supervised) -> None:
+    """A container's script starts a helper and then becomes the server."""
+    helpers = ("helper", "daemon")
+    before = f"exec 3>&2 2>/dev/null; sleep 600 3>&- & echo $! > {supervised.folder}/helper; "
+    before += f"(setsid sleep 600 3>&- & echo $! > {supervised.folder}/daemon); (sleep 0.1 3>&- &); exec 2>&3 3>&-"
+    pids = supervised.start(supervisor.RESTART_OPTION, "1", before=before).pids()
+    helping = [int(supervised.note(name)) for name in helpers]
+    try:
+        os.kill(pids["keeper"], signal.SIGKILL)
+        supervised.nothing_left({name: pid for name, pid in pids.items() if name != "supervisor"})
+        os.kill(supervised.pids(1)["server"], signal.SIGKILL)
+        supervised.wait()
+        assert all(map(alive, helping))
+    finally:
+        for pid in helping:
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_supervisor_and_server_killed_together(supervised: Supervised) -> None:

@@ -40,6 +40,12 @@ def push(
     from_disk: Annotated[
         bool, typer.Option("--from-disk", help="The servers read DIR themselves, from below their --reload-root.")
     ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="With --from-disk: DIR is read here, too, and the servers must find the same in it."
+        ),
+    ] = False,
     mode: Annotated[
         UpdateMode | None,
         typer.Option(
@@ -117,7 +123,7 @@ def push(
                 message = "--from-disk loads whole checkpoints: leave --partial out"
                 raise WeightPushError(ErrorCode.INVALID_REQUEST, message)
             with pusher:
-                _load(pusher, directory, version, mode or UpdateMode.STAGED, quiet)
+                _load(pusher, directory, version, mode or UpdateMode.STAGED, check=check, quiet=quiet)
             return
         with pusher, _progress_bar(quiet) as progress:
             report = pusher.push(directory, weight_version=version, progress=progress)
@@ -125,10 +131,10 @@ def push(
             stdout().print(str(report))
 
 
-def _load(pusher: WeightPusher, directory: Path, version: str, mode: UpdateMode, quiet: bool) -> None:
+def _load(pusher: WeightPusher, directory: Path, version: str, mode: UpdateMode, *, check: bool, quiet: bool) -> None:
     # The servers know nothing of where we are.
     path = os.path.abspath(directory)
-    answers = pusher.push_from_disk(path, weight_version=version, mode=mode)
+    answers = pusher.push_from_disk(path, weight_version=version, mode=mode, weights=path if check else None)
     for url, answer in zip(pusher.urls, answers, strict=True):
         if not quiet:
             stdout().print(

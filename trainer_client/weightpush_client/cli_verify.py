@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from weightpush_client.align import Outgoing, align
+from weightpush_client.align import align
 from weightpush_client.cli_common import (
     FAILED_EXIT,
     CaFileOption,
@@ -20,10 +19,10 @@ from weightpush_client.cli_common import (
     stdout,
     verify_of,
 )
+from weightpush_client.digests import digests_of
 from weightpush_client.fleet import Fleet
-from weightpush_client.sources import WeightSource, open_source
+from weightpush_client.sources import open_source
 from weightpush_client.urls import normalise_url
-from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.messages import VerifyAnswer, VerifyDifference, VerifyRequest
 
 _KINDS = {
@@ -68,7 +67,10 @@ def verify(
             request = VerifyRequest()
             if source is not None:
                 expected = fleet.call(lambda _, server: server.manifest())[0]
-                request = digest_checkpoint(source, align(source, expected))
+                outgoing = align(source, expected)
+                request = VerifyRequest(
+                    tensors=tuple(item.sent for item in outgoing), digests=digests_of(source, outgoing)
+                )
             answer = fleet.call(lambda _, server: server.verify(request))[0]
         finally:
             fleet.stop()
@@ -79,20 +81,6 @@ def verify(
                 stdout().print(line)
         if not answer.equal:
             raise typer.Exit(FAILED_EXIT)
-
-
-@torch.no_grad()
-def digest_checkpoint(source: WeightSource, outgoing: list[Outgoing]) -> VerifyRequest:
-    """Return the digests of ``source`` as a push of ``outgoing`` would send it. Reads every tensor once.
-
-    Raises:
-        WeightPushError: ``weights_rejected``: the source cannot be read.
-    """
-    digests: dict[str, str] = {}
-    tensors = source.tensors([item.held.name for item in outgoing])
-    for item, (_, tensor) in zip(outgoing, tensors, strict=True):
-        digests[item.sent.name] = tensor_digest(tensor.to(item.sent.torch_dtype))
-    return VerifyRequest(tensors=tuple(item.sent for item in outgoing), digests=digests)
 
 
 def _lines(answer: VerifyAnswer, against: Path | None) -> Iterator[str]:

@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from weightpush_client.align import Outgoing, agreed_manifest, align
+from weightpush_client.digests import digests_of
 from weightpush_client.fleet import Call, Fleet
 from weightpush_client.loop import CallScope
 from weightpush_client.report import (
@@ -40,6 +41,7 @@ from weightpush_protocol.messages import (
     DiskReloadRequest,
     FinishAnswer,
     InFlight,
+    ManifestAnswer,
     RollbackRequest,
     Status,
     UpdateMode,
@@ -163,18 +165,26 @@ class WeightPusher:
         return self._by_themselves(request.update_id or "", lambda _, server: server.rollback(request))
 
     def push_from_disk(
-        self, path: str | os.PathLike[str], *, weight_version: str, mode: UpdateMode | str = UpdateMode.STAGED
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weight_version: str,
+        weights: Weights | None = None,
+        mode: UpdateMode | str = UpdateMode.STAGED,
     ) -> list[FinishAnswer]:
         """Let every server load the safetensors checkpoint in ``path`` by itself, and return what each then serves.
 
-        ``path`` is absolute and as the servers see it, below a ``--reload-root`` of each; nothing is read here.
-        Whatever the mode of the pusher, files are read into host memory while the old weights serve, unless ``mode``
-        is ``direct``.
+        ``path`` is absolute and as the servers see it, below a ``--reload-root`` of each; nothing of it is read here.
+        ``weights``, of any kind that `push` takes, are what it must hold: only their digests travel, and a directory
+        that is not wholly written, or that a server's file system shows as it was before, is refused. Whatever the mode
+        of the pusher, files are read into host memory while the old weights serve, unless ``mode`` is ``direct``.
 
         Raises:
             PushError: why a server refused or failed; ``details["committed"]`` names the servers that serve the new
                 weights.
         """
+        with _as_push_error():
+            digests = self._digests(open_source(weights)) if weights is not None else {}
         with _as_push_error(), _arguments_checked():
             request = DiskReloadRequest(
                 path=os.fspath(path),
@@ -182,9 +192,13 @@ class WeightPusher:
                 mode=UpdateMode(mode),
                 in_flight=self._in_flight,
                 deadlines=self._deadlines,
+                digests=digests,
                 update_id=uuid.uuid4().hex,
             )
         return self._by_themselves(request.update_id or "", lambda _, server: server.load(request))
+
+    def _digests(self, source: WeightSource) -> dict[str, str]:
+        return digests_of(source, align(source, self._expected()))
 
     def _by_themselves(self, update_id: str, call: Call[FinishAnswer]) -> list[FinishAnswer]:
         """Ask all servers for an update that needs no weights of ours."""
@@ -256,9 +270,13 @@ class WeightPusher:
             first[status.instance_id] = url
 
     def _plan(self, source: WeightSource) -> tuple[list[Outgoing], Manifest]:
-        manifests = self._fleet.call(lambda _, server: server.manifest())
-        outgoing = align(source, agreed_manifest(list(zip(self._urls, manifests, strict=True))))
+        outgoing = align(source, self._expected())
         return outgoing, build_manifest((item.sent for item in outgoing), self._bucket_bytes)
+
+    def _expected(self) -> ManifestAnswer:
+        """Return the checkpoint that all servers expect."""
+        manifests = self._fleet.call(lambda _, server: server.manifest())
+        return agreed_manifest(list(zip(self._urls, manifests, strict=True)))
 
     def _request(self, weight_version: str, manifest: Manifest, partial: bool) -> BeginRequest:
         # The id is the client's, so that a begin whose answer was lost can be repeated, and aborted.
