@@ -11,10 +11,17 @@ from typing import Final
 
 from faults.plan import CORRUPTIONS, SET_UP, Fault, Point
 from faults.scene import TRAINER_S, Scene
-from faults.trainers import Job, Trainer
+from faults.trainers import LONG, SHORT, Job, Trainer
 
 _HOLD_MS: Final = 400
 _PATHS: Final = ("/reload/status", "/reload/manifest", "/reload/begin", "/reload/stream", "/reload/finish")
+#: Faults after which a deadline, the lease above all, has to end the update.
+_ENDED_BY_DEADLINES: Final = frozenset(
+    {
+        *(Fault.KILL_TRAINER, Fault.STOP_TRAINER, Fault.STOP_SERVER),
+        *(Fault.CUT_CONTROL, Fault.DELAY_CONTROL, Fault.DROP_RESPONSE),
+    }
+)
 
 
 def prepare(scene: Scene) -> Job:
@@ -29,6 +36,7 @@ def prepare(scene: Scene) -> Job:
         mode=shot.mode,
         in_flight=shot.in_flight,
         bucket=int(shot.where * scene.buckets),
+        deadlines=SHORT if shot.fault in _ENDED_BY_DEADLINES else LONG,
         corruption=shot.fault if shot.fault in CORRUPTIONS else None,
     )
     match shot.fault:

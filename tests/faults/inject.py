@@ -18,7 +18,7 @@ from faults.approach import prepare, reach
 from faults.checks import Outcome, Wrong
 from faults.plan import CORRUPTIONS, SERVER_KILLS, Fault, Point
 from faults.scene import END_S, TRAINER_S, Scene
-from faults.trainers import DEADLINES, Trainer
+from faults.trainers import SHORT, Trainer
 
 
 def play(scene: Scene) -> Outcome | None:
@@ -74,7 +74,7 @@ def _stop_trainer(scene: Scene, trainer: Trainer) -> Outcome | None:
     scene.strike("SIGSTOP to the trainer")
     trainer.stop()
     if scene.shot.point is Point.START and not scene.shot.after_ms:
-        time.sleep(DEADLINES.lease_s / 4)
+        time.sleep(SHORT.lease_s / 4)
         trainer.resume()
         trainer.go()
         return trainer.result(TRAINER_S)

@@ -16,11 +16,11 @@ from faults.traffic import Traffic
 from support.server import ServerProcess
 
 #: Every deadline of an update together, and the client's own beyond them: nothing may take longer.
-TRAINER_S: Final = 90.0
+TRAINER_S: Final = 150.0
 #: The lease, the clean-up after it, and what a busy machine adds.
 REST_S: Final = 30.0
 #: A server of which a part was killed ends by itself within this.
-END_S: Final = 60.0
+END_S: Final = 90.0
 
 
 @dataclass

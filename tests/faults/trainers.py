@@ -26,8 +26,10 @@ from weightpush_protocol.messages import Deadlines
 from weightpush_protocol.transports import sockets
 
 BUCKET_BYTES: Final = 40_000
-#: Short enough for many deaths, long enough for two cores that others use as well.
-DEADLINES: Final = Deadlines(rendezvous_s=10, bucket_s=10, drain_s=5, commit_s=20, lease_s=2)
+#: For faults that deadlines must end: short enough for many of them.
+SHORT: Final = Deadlines(rendezvous_s=10, bucket_s=10, drain_s=5, commit_s=20, lease_s=2)
+#: For all others: long enough for two cores that others use as well.
+LONG: Final = Deadlines(rendezvous_s=30, bucket_s=30, drain_s=5, commit_s=60, lease_s=20)
 
 _FORKS: Final = multiprocessing.get_context("forkserver")
 
@@ -49,7 +51,7 @@ class Job:
     pause_at: str | None = None
     corruption: Fault | None = None
     bucket: int = 0
-    deadlines: Deadlines = field(default_factory=lambda: DEADLINES)
+    deadlines: Deadlines = field(default_factory=lambda: LONG)
 
 
 class Trainer:
