@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: setup demo test test-fast matrix lint format types lock clean
+.PHONY: setup demo test test-fast faults matrix lint format types lock clean
 
 setup: $(READY)
 
@@ -25,6 +25,11 @@ test: setup
 
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow" tests/unit
+
+# Pushes under traffic, each with a fault at a random point; prints faults and outcomes, exit code 1 on any violation.
+# Options: make faults ARGS="--pushes 500 --seed 7 --mode direct --transport http,gloo --only kill_trainer"
+faults: setup
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults.run $(ARGS)
 
 # Every model that the tests know, compared with cold starts and with vLLM's own reload; writes docs/matrix.md.
 # Options: make matrix ARGS="--models qwen3,gpt_oss --tp 2"

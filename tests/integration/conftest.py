@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from support.server import ServerProcess
-from support.tiny import checkpoint
+from support.tiny import PROMPTS, checkpoint
 
 TOKEN = "test-control-token-0123456789"
-PROMPTS = ("weights", "a much longer prompt that fills several cache blocks " * 3, "x")
 
 
 @dataclass(frozen=True)

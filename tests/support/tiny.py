@@ -12,6 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+#: What tests ask; the greedy answers of checkpoints with different seeds differ from their first tokens on.
+PROMPTS = ("weights", "a much longer prompt that fills several cache blocks " * 3, "x")
+
 _ROOT = Path(__file__).resolve().parents[2]
 
 

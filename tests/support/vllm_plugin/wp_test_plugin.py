@@ -7,13 +7,15 @@ It is found through its ``dist-info`` folder, once the folder of this file is on
   ``{"land_bucket": 3, "error": "text"}`` raises in the worker when it lands the bucket with that number (from 0),
   ``{"land_stored_once": "text"}`` raises when stored tensors have landed, ``{"close": "text"}`` raises in post-load
   processing, ``{"close_once": "text"}`` the first time only, ``{"slow_land_ms": 200}`` delays every landing
-  of a bucket, ``{"slow_stored_ms": 200}`` that of stored tensors,
-  ``{"slow_close_ms": 3000}`` delays post-load processing, ``{"flip": "model.norm.weight"}`` flips a bit of this tensor
-  once, at the next step.
+  of a bucket, ``{"slow_stored_ms": 200}`` that of stored tensors, ``{"slow_close_ms": 3000}`` delays post-load
+  processing, ``{"hold": {"opening": 300}}`` makes a phase of an update last longer (see ``_HELD_BY``),
+  ``{"staging_budget": 0}`` leaves so many bytes for host copies, ``{"flip": "model.norm.weight"}`` flips a bit of this
+  tensor once, at the next step.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import os
@@ -101,6 +103,8 @@ def _inject_faults(file: Path) -> None:
         return finish(session)
 
     worker.finish_reload = faulty_finish
+    _hold_phases(faults)
+    _limit_budget(faults)
     _flip_bits(faults)
 
 
@@ -137,6 +141,50 @@ def _rows(routes: Any, prefix: str = "") -> list[tuple[list[str], str]]:
         else:
             rows.append((sorted(getattr(route, "methods", None) or ["WEBSOCKET"]), path))
     return rows
+
+
+def _limit_budget(faults: Callable[[], dict[str, Any]]) -> None:
+    from weightpush_server.hostcopy import HostBudget
+
+    total = HostBudget.total
+    HostBudget.total = lambda self, held: faults().get("staging_budget", total(self, held))
+
+
+#: Phase -> the call of a worker that begins it. Resetting the caches is the API process's own work.
+_HELD_BY = {
+    "checking": "weightpush_check",
+    "rendezvous": "weightpush_connect",
+    "opening": "weightpush_open",
+    "landing": "weightpush_land",
+    "closing": "weightpush_close",
+    "publishing": "weightpush_commit",
+}
+
+
+def _hold_phases(faults: Callable[[], dict[str, Any]]) -> None:
+    from weightpush_server.engine import Engine
+    from weightpush_server.worker import WeightPushWorkerExtension
+
+    def hold(phase: str) -> float:
+        return faults().get("hold", {}).get(phase, 0) / 1000
+
+    def held(phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(hold(phase))
+            return method(*args, **kwargs)
+
+        return wrapper
+
+    for phase, name in _HELD_BY.items():
+        setattr(WeightPushWorkerExtension, name, held(phase, getattr(WeightPushWorkerExtension, name)))
+    reset_caches = Engine.reset_caches
+
+    async def held_reset(self: Any) -> None:
+        await asyncio.sleep(hold("resetting_caches"))
+        await reset_caches(self)
+
+    Engine.reset_caches = held_reset
 
 
 def _flip_bits(faults: Callable[[], dict[str, Any]]) -> None:
