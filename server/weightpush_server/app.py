@@ -325,6 +325,7 @@ def prepare(args: argparse.Namespace, own: _OwnOptions, directory: RunDirectory)
         control=ControlRecord(
             instance_id=uuid.uuid4().hex,
             state=ServerState.AWAITING_WEIGHTS if own.await_weights else ServerState.SERVING,
+            has_served=not own.await_weights,
             weight_version=own.weight_version,
         ),
     )

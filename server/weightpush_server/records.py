@@ -147,6 +147,8 @@ class ControlRecord(BaseModel):
     state: ServerState = ServerState.SERVING
     weight_version: str
     previous_version: str | None = None
+    #: False until the first commit of a server that awaits weights: what it was started on is nobody's version.
+    has_served: bool = True
     epoch: int = 0
     committed_epoch: int = 0
     #: Epoch of the last committed update that let requests go on across it (``in_flight: keep``).
@@ -320,14 +322,14 @@ class ControlRecord(BaseModel):
             finished_at=utc_now(),
         )
         if update.restores is None:
-            self.previous_version = self.weight_version
+            self.previous_version = self.weight_version if self.has_served else None
         elif update.restores is CopyRole.PREVIOUS:
             self.previous_version = None  # What was served before that is not known any more.
         self.weight_version = update.weight_version
         self.fingerprint = fingerprint
         if update.undoes is None:
             self.last_error = None
-        self.committed_epoch = update.epoch
+        self.committed_epoch, self.has_served = update.epoch, True
         if update.in_flight is InFlight.KEEP:
             self.kept_epoch = update.epoch
         self.apply(Event.COMMIT)

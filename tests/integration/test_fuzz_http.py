@@ -74,9 +74,8 @@ def each_call(server: ServerProcess, headers: dict[str, str], look: Callable[[An
 
 def test_the_description_is_complete(server: ServerProcess) -> None:
     document = describe(server)
-    assert set(document["paths"]) >= {
-        f"/reload/{name}" for name in ("status", "manifest", "verify", "begin", "stream", "finish", "abort", "events")
-    }
+    names = ("status", "manifest", "verify", "begin", "stream", "finish", "abort", "rollback", "events")
+    assert set(document["paths"]) >= {"/reload", *(f"/reload/{name}" for name in names)}
     for path, item in document["paths"].items():
         for method, operation in item.items():
             assert operation["description"], path

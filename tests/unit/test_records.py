@@ -65,6 +65,19 @@ def test_a_commit_publishes_and_clears_the_last_error() -> None:
     assert control.kept_epoch == 0
 
 
+def test_what_a_server_was_started_on_but_never_served_is_no_previous_version() -> None:
+    control = ControlRecord(instance_id="i", weight_version="v0", state=ServerState.AWAITING_WEIGHTS, has_served=False)
+    control.update = make_update(origin=control.state)
+    control.close_gate()
+    control.update.written = True
+    control.fail(WeightPushError(ErrorCode.LEASE_LOST, "gone"))
+    for version, previous in (("v1", None), ("v2", "v1")):
+        control.update = make_update(origin=control.state, weight_version=version, update_id=version)
+        control.close_gate()
+        control.commit(fingerprint="f")
+        assert control.previous_version == previous
+
+
 def test_only_kept_requests_span_versions() -> None:
     for in_flight, label in ((InFlight.KEEP, "v0, v1"), (InFlight.WAIT, "v0")):
         control = running(in_flight=in_flight)
