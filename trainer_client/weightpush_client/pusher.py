@@ -9,12 +9,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
 
 from weightpush_client.align import Outgoing, agreed_manifest, align, check_tied
 from weightpush_client.fleet import Fleet
+from weightpush_client.lockstep import Lockstep
+from weightpush_client.names import Names, RenamedSource
 from weightpush_client.report import (
     PhaseSeconds,
     ProgressCallback,
@@ -41,6 +44,9 @@ from weightpush_protocol.messages import (
     UpdateMode,
 )
 from weightpush_protocol.transports.base import TransportConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class WeightPusher:
@@ -74,6 +80,11 @@ class WeightPusher:
         device: where buckets are gathered for ``nccl``; the device of the weights where it is None.
         data_host: address under which the servers reach this process for ``nccl`` and ``gloo``; found from the route to
             them where it is None. Must be an address of this machine: behind NAT use ``http``.
+        names: new names of tensors where the trainer's differ from the checkpoint's: a mapping of those that change, or
+            a function of each name; None leaves a tensor out. See `weightpush_client.names`.
+        process_group: the ranks of a sharded trainer (``torch.distributed.group.WORLD``, or a group of all that hold a
+            part). All of them make the pusher with the same arguments, and call `push` alike: rank 0 of the group talks
+            to the servers, the others gather along, and all return the same report or raise the same error.
 
     Raises:
         PushError: ``invalid_request``: an argument is wrong; it says which.
@@ -95,6 +106,8 @@ class WeightPusher:
         verify: bool | str = True,
         device: torch.device | str | None = None,
         data_host: str | None = None,
+        names: Names | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         with _as_push_error(), _arguments_checked():
             self._urls = normalise_urls(urls)
@@ -114,6 +127,8 @@ class WeightPusher:
             self._bucket_bytes = bucket_bytes
             self._device = None if device is None else torch.device(device)
             self._data_host = data_host
+            self._names = names
+            self._lockstep = None if process_group is None else Lockstep(process_group, self._deadlines)
             self._fleet = Fleet(self._urls, token=key, trust_env=trust_env, verify=verify)
         self._buffers = Buffers()
         self._pushing = threading.Lock()
@@ -178,10 +193,30 @@ class WeightPusher:
     def _push(
         self, weights: Weights, weight_version: str, partial: bool, progress: ProgressCallback | None
     ) -> PushReport:
+        def push(source: WeightSource) -> PushReport:
+            renamed = source if self._names is None else RenamedSource(source, self._names)
+            return self._push_source(renamed, weight_version, partial, progress)
+
+        if self._lockstep is not None:
+            return self._lockstep.push(lambda: open_source(weights), push, self._bucket_bytes // 2)
+        source = open_source(weights)
+        if source.ranks > 1:
+            raise PushError(
+                ErrorCode.WEIGHTS_REJECTED,
+                f"the weights are sharded over {source.ranks} ranks: make the pusher with process_group= on all of "
+                "them and push on all of them, or gather the weights first",
+            )
+        try:
+            return push(source)
+        finally:
+            source.close()
+
+    def _push_source(
+        self, source: WeightSource, weight_version: str, partial: bool, progress: ProgressCallback | None
+    ) -> PushReport:
         start = perf_counter()
         if progress is not None:
             progress(PushProgress(PushPhase.CHECK, 0, 0, 0, 0, 0, 0))
-        source = open_source(weights)
         statuses = self.status()
         self._refuse_twice(statuses)
         outgoing, manifest = self._plan(source)
@@ -210,7 +245,9 @@ class WeightPusher:
         expected = agreed_manifest(list(zip(self._urls, manifests, strict=True)))
         outgoing = align(source, expected)
         check_tied(source, outgoing, expected.tied)
-        return outgoing, build_manifest((item.sent for item in outgoing), self._bucket_bytes)
+        # What is gathered from other ranks takes memory beside the two buffers: together no more than two buckets.
+        bucket_bytes = self._bucket_bytes if source.ranks == 1 else max(1, self._bucket_bytes // 2)
+        return outgoing, build_manifest((item.sent for item in outgoing), bucket_bytes)
 
     def _request(self, weight_version: str, manifest: Manifest, partial: bool) -> BeginRequest:
         # The id is the client's, so that a begin whose answer was lost can be repeated, and aborted.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
+from weightpush_client.sources.base import rejected
 from weightpush_protocol.dtypes import name_of_safetensors_code
-from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 
 _INDEX = "model.safetensors.index.json"
@@ -38,7 +38,7 @@ class CheckpointSource:
         for file in files:
             for spec in _read_header(file):
                 if spec.name in self._file_of:
-                    raise _rejected(
+                    raise rejected(
                         f"tensor {spec.name!r} lies in two files of {self._directory}: "
                         f"{self._file_of[spec.name].name} and {file.name}"
                     )
@@ -46,7 +46,9 @@ class CheckpointSource:
                 self._specs.append(spec)
         for name, file_name in (index or {}).items():
             if name not in self._file_of or self._file_of[name].name != file_name:
-                raise _rejected(f"the index of {self._directory} puts tensor {name!r} into {file_name}, which lacks it")
+                raise rejected(f"the index of {self._directory} puts tensor {name!r} into {file_name}, which lacks it")
+
+    ranks = 1
 
     @property
     def device(self) -> torch.device:
@@ -61,7 +63,9 @@ class CheckpointSource:
         """Return None: in a file, each name has bytes of its own."""
         return None
 
-    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, names: Sequence[str], sent: Mapping[str, torch.dtype] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of ``names``, in that order; one file is open at a time.
 
         Raises:
@@ -76,12 +80,15 @@ class CheckpointSource:
                         yield names[position], handle.get_tensor(names[position])
                         position += 1
             except (OSError, SafetensorError) as error:
-                raise _rejected(f"cannot read tensor {names[position]!r} from {file}: {error}") from error
+                raise rejected(f"cannot read tensor {names[position]!r} from {file}: {error}") from error
+
+    def close(self) -> None:
+        """Do nothing: a file is open only while one of its tensors is read."""
 
 
 def _find_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     if not directory.is_dir():
-        raise _rejected(f"{directory} is not a directory: give a local checkpoint (names of a hub are not fetched)")
+        raise rejected(f"{directory} is not a directory: give a local checkpoint (names of a hub are not fetched)")
     index = directory / _INDEX
     if not index.exists():
         index = next(iter(sorted(directory.glob("*.safetensors.index.json"))), index)
@@ -90,13 +97,13 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
         files = [directory / name for name in sorted(set(weight_map.values()))]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise _rejected(f"{directory} lacks {', '.join(missing)}, which {index.name} names")
+            raise rejected(f"{directory} lacks {', '.join(missing)}, which {index.name} names")
         return files, weight_map
     if (directory / _SINGLE).is_file():
         return [directory / _SINGLE], None
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise _rejected(f"{directory} holds no .safetensors file (pickled .bin and .pt files are not read)")
+        raise rejected(f"{directory} holds no .safetensors file (pickled .bin and .pt files are not read)")
     _check_shards_complete(directory, files)
     return files, None
 
@@ -105,15 +112,13 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         content: Any = json.loads(index.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise _rejected(f"cannot read the index {index}: {error}") from error
+        raise rejected(f"cannot read the index {index}: {error}") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _rejected(f"the index {index} has no weight_map")
+        raise rejected(f"the index {index} has no weight_map")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or not _is_plain_file_name(file_name):
-            raise _rejected(
-                f"the index {index} puts {name!r} into {file_name!r}, expected the name of a file beside it"
-            )
+            raise rejected(f"the index {index} puts {name!r} into {file_name!r}, expected the name of a file beside it")
     return weight_map
 
 
@@ -130,7 +135,7 @@ def _check_shards_complete(directory: Path, files: Sequence[Path]) -> None:
             wanted = [f"{stem}-{i:0{len(number)}d}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
             missing = [name for name in wanted if name not in present]
             if missing:
-                raise _rejected(f"{directory} lacks {', '.join(missing[:5])}: shards of {file.name}")
+                raise rejected(f"{directory} lacks {', '.join(missing[:5])}: shards of {file.name}")
 
 
 def _read_header(file: Path) -> Iterator[TensorSpec]:
@@ -142,16 +147,12 @@ def _read_header(file: Path) -> Iterator[TensorSpec]:
                 for part in (handle.get_slice(name),)
             ]
     except (OSError, SafetensorError) as error:
-        raise _rejected(f"cannot read {file}: {error}") from error
+        raise rejected(f"cannot read {file}: {error}") from error
     for name, code, shape in described:
         try:
             yield TensorSpec(name=name, dtype=name_of_safetensors_code(code), shape=shape)
         except KeyError:
-            raise _rejected(f"tensor {name!r} of {file} has dtype {code}, which cannot be pushed") from None
+            raise rejected(f"tensor {name!r} of {file} has dtype {code}, which cannot be pushed") from None
         except ValidationError as error:
             reason = "; ".join(str(problem["msg"]) for problem in error.errors())
-            raise _rejected(f"tensor {name!r} of {file} cannot be pushed: {reason}") from error
-
-
-def _rejected(message: str) -> WeightPushError:
-    return WeightPushError(ErrorCode.WEIGHTS_REJECTED, message)
+            raise rejected(f"tensor {name!r} of {file} cannot be pushed: {reason}") from error
