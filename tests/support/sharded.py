@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,13 +81,38 @@ def expected_specs(width: int = 8) -> list[TensorSpec]:
     return [TensorSpec.of(name, tensor) for name, tensor in expected(0, width).items()]
 
 
+def packed(step: int) -> Any:
+    """Return a transformers model with packed experts, the same in every process."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from support.tiny import configurations
+
+    entry = configurations()["qwen3_moe"]
+    torch.manual_seed(step)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(entry["model_type"], **entry["config"]))
+
+
+def adapted(step: int) -> Any:
+    """Return `packed` with trained adapters and a trained head."""
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(packed(step), config)
+    torch.manual_seed(step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
 def fsdp2(model: nn.Module) -> nn.Module:
     """Shard over all ranks, layer by layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.layers:  # type: ignore[union-attr] - an nn.ModuleList
+    for layer in [module for module in model.modules() if type(module).__name__ in {"Block", "Qwen3MoeDecoderLayer"}]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
@@ -159,6 +186,56 @@ def hybrid(model: nn.Module) -> nn.Module:
     return model
 
 
+def zero3(model: nn.Module) -> nn.Module:
+    """Partition with DeepSpeed, as its engine does for training."""
+    size = str(dist.get_world_size())
+    rank = str(dist.get_rank())
+    os.environ.update(DS_ACCELERATOR="cpu", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_SIZE=size)
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    return engine
+
+
+def zero3_stand_in(model: nn.Module) -> nn.Module:
+    """Partition as DeepSpeed's documentation says, for machines without it: what the source asks of it and no more."""
+
+    class GatheredParameters:
+        def __init__(self, params: list[Any], modifier_rank: int | None) -> None:
+            assert modifier_rank is None
+            (self.parameter,) = params
+
+        def __enter__(self) -> None:
+            parts = [torch.empty_like(self.parameter.ds_tensor) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, self.parameter.ds_tensor)
+            whole = torch.cat(parts)[: self.parameter.ds_shape.numel()]
+            self.parameter.data = whole.view(self.parameter.ds_shape)
+
+        def __exit__(self, *_: object) -> None:
+            self.parameter.data = torch.empty(0)
+
+    sys.modules["deepspeed"] = SimpleNamespace(  # type: ignore[assignment] - a stand-in
+        zero=SimpleNamespace(GatheredParameters=GatheredParameters)
+    )
+    parameter: Any
+    for number, parameter in enumerate(model.parameters()):
+        size = -(-parameter.numel() // dist.get_world_size())
+        padded = torch.zeros(size * dist.get_world_size())
+        padded[: parameter.numel()] = parameter.detach().flatten()
+        parameter.ds_id, parameter.ds_shape = number, parameter.shape
+        parameter.ds_process_group = dist.group.WORLD
+        parameter.ds_tensor = padded[size * dist.get_rank() :][:size].clone()
+        parameter.data = torch.empty(0)
+    return model
+
+
 def make_pusher(rank: int, url: str, options: Mapping[str, Any]) -> None:
     """Make this rank's pusher, for the calls to come."""
     if "deadlines" in options:
@@ -167,12 +244,21 @@ def make_pusher(rank: int, url: str, options: Mapping[str, Any]) -> None:
 
 
 def push(
-    rank: int, wrap: Callable[[nn.Module], nn.Module], step: int, slow_rank: int = -1, delay_s: float = 0.0
+    rank: int,
+    wrap: Callable[[nn.Module], nn.Module],
+    step: int,
+    slow_rank: int = -1,
+    delay_s: float = 0.0,
+    build: Callable[[int], nn.Module] = reference,
 ) -> PushReport:
     """Push the model of ``step`` as ``wrap`` shards it; ``slow_rank`` gathers its third tensor late."""
-    model = wrap(reference(step))
-    with _delayed(delay_s if rank == slow_rank else 0.0):
-        report: PushReport = STATE["pusher"].push(model, weight_version=f"step-{step}")
+    model = wrap(build(step))
+    try:
+        with _delayed(delay_s if rank == slow_rank else 0.0):
+            report: PushReport = STATE["pusher"].push(model, weight_version=f"step-{step}")
+    finally:
+        if isinstance(sys.modules.get("deepspeed"), SimpleNamespace):
+            del sys.modules["deepspeed"]
     return report
 
 
@@ -201,7 +287,7 @@ def push_absent(rank: int, step: int) -> PushReport | None:
 
 
 def push_measured(rank: int, tensors: int, rows: int, bucket_bytes: int, url: str) -> dict[str, float]:
-    """Push a large sharded model twice; return the bytes of this rank's shard and by how much memory rose in the second.
+    """Push a large sharded model twice; return the bytes of this rank's shard and those that the second push took.
 
     The first brings in what every process needs once (connections, threads, code).
     """

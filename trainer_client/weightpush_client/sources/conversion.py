@@ -32,8 +32,7 @@ def as_saved(model: nn.Module, nodes: Sequence[Node]) -> list[Node]:
     found = _transformers_model(model)
     if found is None:
         return list(nodes)
-    path, inner, revert = found
-    prefix = f"{path}." if path else ""
+    prefix, inner, revert = found
     ignored = set(getattr(inner, "_keys_to_ignore_on_save", None) or ())
     inside = {
         name.removeprefix(prefix): node
@@ -57,11 +56,11 @@ def _transformers_model(model: nn.Module) -> tuple[str, nn.Module, _Revert] | No
         return None
     for path, module in model.named_modules():
         if isinstance(module, transformers.PreTrainedModel):
-            # The path that PEFT puts before it is gone already.
-            parts = without_wrappers(path).split(".") if path else []
+            # As the names of its tensors start: what PEFT puts before them is gone already.
+            *parts, _ = without_wrappers(f"{path}.tensor" if path else "tensor").split(".")
             if parts[-2:] == ["base_model", "model"]:
                 parts = parts[:-2]
-            return ".".join(parts), module, partial(_reverted, revert, module)
+            return "".join(f"{part}." for part in parts), module, partial(_reverted, revert, module)
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,6 +12,7 @@ import torch
 
 from weightpush_client.sources.base import rejected
 from weightpush_client.sources.groups import Group
+from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 
 
@@ -222,9 +223,16 @@ class PieceSource:
         try:
             for group in self._pieces[step.piece]:
                 tensors |= self._open.enter_context(group.gather(step.dtype))
-        except BaseException:
+        except BaseException as error:
             # The ranks are no longer in step: to gather on would wait for somebody who does not come.
             self._owed.clear()
-            self._open.close()
+            with suppress(Exception):
+                self._open.close()
+            if group.ranks > 1 and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                raise WeightPushError(
+                    ErrorCode.TRAINER_RANK_LOST,
+                    f"{group.specs[0].name!r} could not be gathered from {group.ranks} ranks: {error}",
+                    details={"tensor": group.specs[0].name},
+                ) from error
             raise
         return Gathered(tensors)

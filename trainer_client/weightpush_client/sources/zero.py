@@ -49,7 +49,7 @@ class PartitionedParameter:
     @contextmanager
     def gather(self, dtype: torch.dtype | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
         """Gather the parameter, and partition it again when the context ends."""
-        zero = importlib.import_module("deepspeed.zero")
+        zero = importlib.import_module("deepspeed").zero
         # No rank modifies it, so nothing is broadcast when it is partitioned again.
         with zero.GatheredParameters([self._parameter], modifier_rank=None):
             yield {self.specs[0].name: self._parameter.data}
