@@ -236,11 +236,11 @@ def zero3_stand_in(model: nn.Module) -> nn.Module:
     return model
 
 
-def make_pusher(rank: int, url: str, options: Mapping[str, Any]) -> None:
+def make_pusher(rank: int, url: str, options: Mapping[str, Any], token: str = TOKEN) -> None:
     """Make this rank's pusher, for the calls to come."""
     if "deadlines" in options:
         options = {**options, "deadlines": Deadlines(**options["deadlines"])}
-    STATE["pusher"] = WeightPusher(url, token=TOKEN, process_group=dist.group.WORLD, **options)
+    STATE["pusher"] = WeightPusher(url, token=token, process_group=dist.group.WORLD, **options)
 
 
 def push(
@@ -368,4 +368,4 @@ def pid(rank: int) -> int:
 
 def shorten_deadline(rank: int, seconds: float) -> None:
     """Have this rank give up the others after ``seconds``."""
-    STATE["pusher"]._lockstep.wait_s = seconds
+    STATE["pusher"]._lockstep._ranks.wait_s = seconds

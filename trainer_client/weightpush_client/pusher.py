@@ -151,6 +151,8 @@ class WeightPusher:
         """Close all connections, end the pusher's thread and free its buffers. May be called again."""
         self._stop()
         self._buffers.drop()
+        if self._lockstep is not None:
+            self._lockstep.close()
 
     def status(self) -> list[Status]:
         """Return the status of each server, in the order of `urls`.
