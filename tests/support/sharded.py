@@ -277,6 +277,13 @@ def push_raising(rank: int, step: int, raising: int) -> PushReport:
     return report
 
 
+def push_alone(rank: int, url: str, ranks: int) -> PushReport:
+    """Push sharded weights as a group of ``ranks`` ranks; with none where it is 0."""
+    group = dist.new_group([rank], use_local_synchronization=True) if ranks else None
+    with WeightPusher(url, token=TOKEN, transport="http", process_group=group) as pusher:
+        return pusher.push(fsdp2(reference(1)), weight_version="alone")
+
+
 def push_absent(rank: int, step: int) -> PushReport | None:
     """Push, but rank 1 never calls it."""
     model = fsdp2(reference(step))

@@ -198,6 +198,19 @@ def test_ranks_with_different_models_are_refused_by_tensor(pair: Ranks, server: 
     assert "'embed.weight' float32 [11, 16] here and 'embed.weight' float32 [11, 8] on rank 0" in results[1].message
 
 
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (0, "sharded over 2 ranks: make the pusher with process_group="),
+        (1, "2 ranks, and the pusher's process_group has 1"),
+    ],
+)
+def test_a_sharded_model_needs_all_its_ranks(pair: Ranks, server: ContractServer, ranks: int, message: str) -> None:
+    pair.start(sharded.push_alone, server.url, ranks)
+    assert_all_refused(pair.results(), ErrorCode.WEIGHTS_REJECTED, message)
+    assert not server.begins
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_others(server: ContractServer, tmp_path: Path, victim: int) -> None:
     ranks = Ranks(2, tmp_path)

@@ -26,6 +26,8 @@ from weightpush_protocol.messages import Deadlines
 
 # What the calls of a push may take beside its deadlines: status, manifest, planning.
 _CALLS_S: Final = 120.0
+# How long a rank tries to tell the others that one of them was lost.
+_FAREWELL_S: Final = 5.0
 
 
 class Lockstep:
@@ -83,8 +85,7 @@ class Lockstep:
                 with suppress(Exception):
                     source.close()
             if not self._over:
-                with suppress(WeightPushError):
-                    self._ranks.exchange(Kind.FAILED, _describe(error))
+                self._say_failed(error)
             raise
         # It is committed, whatever has become of the other ranks.
         with suppress(WeightPushError):
@@ -103,8 +104,7 @@ class Lockstep:
             if failure is None:
                 message = self._ranks.exchange(Kind.FOLLOW)
             else:
-                with suppress(WeightPushError):
-                    self._ranks.exchange(Kind.FAILED, _describe(failure))
+                self._say_failed(failure)
                 raise failure
             if message.kind is Kind.FAILED:
                 raise _error(message)
@@ -121,12 +121,18 @@ class Lockstep:
             except BaseException as error:  # noqa: BLE001 - told to the other ranks first, then raised
                 failure = error
 
+    def _say_failed(self, error: BaseException) -> None:
+        # Who was lost in a collective will hardly answer here.
+        lost = isinstance(error, WeightPushError) and error.code is ErrorCode.TRAINER_RANK_LOST
+        with suppress(WeightPushError):
+            self._ranks.exchange(Kind.FAILED, _describe(error), wait_s=_FAREWELL_S if lost else None)
+
     def _refuse_others(self, source: WeightSource) -> None:
         size = self._ranks.size
         if source.ranks > size:
             raise rejected(
-                f"the weights are sharded over {source.ranks} ranks, and the pusher's process_group has {size}: give it "
-                " the group of all ranks that hold a part"
+                f"the weights are sharded over {source.ranks} ranks, and the pusher's process_group has {size}: give "
+                "it the group of all ranks that hold a part"
             )
 
     def _announce(self, steps: Sequence[Step]) -> None:

@@ -66,22 +66,23 @@ class Ranks:
         self._gloo: Any = None
         self._lost: str | None = None
 
-    def exchange(self, kind: Kind, body: Any = None) -> Message:
+    def exchange(self, kind: Kind, body: Any = None, *, wait_s: float | None = None) -> Message:
         """Say ``kind``, and ``body`` where this rank is the one that is heard; return what all ranks hear.
 
-        Every rank must call this as often as the others do.
+        Every rank must call this as often as the others do. ``wait_s`` is that of all calls where it is None.
 
         Raises:
             PushError: ``trainer_rank_lost``: a rank ended, did not push, or was waited for too long; now or before.
         """
         if self._lost is not None:
             raise self._error(self._lost)
+        timeout = timedelta(seconds=self.wait_s if wait_s is None else wait_s)
         data = b"" if body is None else json.dumps(body).encode()
         try:
             gloo = self._connected()
             headers = [torch.zeros(2, dtype=torch.int64) for _ in range(self.size)]
             gathering = AllgatherOptions()
-            gathering.timeout = timedelta(seconds=self.wait_s)
+            gathering.timeout = timeout
             _wait(gloo.allgather([headers], [torch.tensor([kind, len(data)])], gathering))
             said = [(Kind(int(header[0])), int(header[1])) for header in headers]
             failed = [rank for rank, (other, _) in enumerate(said) if other is Kind.FAILED]
@@ -93,7 +94,7 @@ class Ranks:
                 if speaker == self.rank:
                     text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                 telling = BroadcastOptions()
-                telling.timeout = timedelta(seconds=self.wait_s)
+                telling.timeout = timeout
                 telling.rootRank = speaker
                 _wait(gloo.broadcast([text], telling))
         except RuntimeError as error:
