@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -31,9 +32,11 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout_s: float)
             os._exit(0)  # Groups whose other ranks are gone already may wait for them at exit.
         try:
             pipe.send(("ok", function(rank, *arguments)))
-        except Exception as error:  # noqa: BLE001 - the test judges it
+        except BaseException as error:  # noqa: BLE001 - the test judges it
             error.add_note(traceback.format_exc())
             pipe.send(("error", error))
+            if isinstance(error, KeyboardInterrupt):
+                sys.exit()  # As a trainer does, with whatever it still holds.
 
 
 class Ranks:

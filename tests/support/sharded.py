@@ -284,6 +284,15 @@ def push_alone(rank: int, url: str, ranks: int) -> PushReport:
         return pusher.push(fsdp2(reference(1)), weight_version="alone")
 
 
+def push_late(rank: int, step: int, seconds: float) -> PushReport:
+    """Push, but rank 1 comes late."""
+    model = fsdp2(reference(step))
+    if rank == 1:
+        time.sleep(seconds)
+    report: PushReport = STATE["pusher"].push(model, weight_version=f"step-{step}")
+    return report
+
+
 def push_absent(rank: int, step: int) -> PushReport | None:
     """Push, but rank 1 never calls it."""
     model = fsdp2(reference(step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,7 @@ def test_meshes_of_two_dimensions(four: Ranks, server: ContractServer, wrap: Any
     assert_serves(server, 2)
 
 
+@pytest.mark.slow
 def test_deepspeed_itself(server: ContractServer, tmp_path: Path) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed (it has no wheels: pip install deepspeed)")
@@ -256,6 +258,24 @@ def test_a_rank_that_does_not_come_is_given_up_at_the_deadline_and_new_pushers_w
         assert_serves(server, step)
 
 
+def test_control_c_on_rank_0_does_not_wait_for_a_rank_that_is_late(server: ContractServer, tmp_path: Path) -> None:
+    ranks = Ranks(2, tmp_path)
+    try:
+        ranks.run(sharded.make_pusher, server.url, OPTIONS)
+        ranks.start(sharded.push_late, 1, 15.0)
+        time.sleep(5)
+        ranks.signal(0, signal.SIGINT)
+        start = time.monotonic()
+        interrupted, late = ranks.results(120)
+        assert isinstance(interrupted, KeyboardInterrupt)
+        assert_all_refused([late], ErrorCode.TRAINER_RANK_LOST, "")
+        assert time.monotonic() - start < 100
+        assert server.status().weight_version == "default"
+    finally:
+        ranks.close()
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_while_gathering_is_given_up_at_the_deadline_of_the_trainers_group(
     server: ContractServer, tmp_path: Path
 ) -> None:

@@ -28,6 +28,8 @@ from weightpush_protocol.transports.groups import brief
 _PATIENCE_S: Final = (0.0005, 0.02)
 #: How often each group was used: keys of one use must not be found by the next.
 _uses: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+#: Gloo groups with a call that nobody waits for any more; it ends with its own time limit.
+_abandoned: list[Any] = []
 
 
 class Kind(IntEnum):
@@ -101,6 +103,11 @@ class Ranks:
             self._lost = brief(error)
             self.close()
             raise self._error(self._lost) from error
+        except BaseException as error:
+            # Ctrl-C: the call that still runs would be taken for the next one, and Gloo cannot be freed under it.
+            self._lost = type(error).__name__
+            _abandoned.append(self._gloo)
+            raise
         return Message(spoken, speaker, json.loads(bytes(text.tolist())) if size else None)
 
     def close(self) -> None:

@@ -92,7 +92,10 @@ def _peft() -> Any:
 
 def _is_adapter(module: nn.Module) -> bool:
     peft = _peft()
-    return isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer | peft.utils.other.AuxiliaryTrainingWrapper)
+    other = peft.utils.other
+    # The base class of both came with 0.15.
+    wrapper = getattr(other, "AuxiliaryTrainingWrapper", other.ModulesToSaveWrapper)
+    return isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer | wrapper)
 
 
 def _take(path: str, module: Any, state: _State) -> None:
@@ -138,8 +141,9 @@ def _take_lora(path: str, module: Any, state: _State, down: str, up: str, *, tra
             path,
         )
     for adapter in [] if module.merged_adapters else active:
-        if adapter in module.lora_variant or module.use_dora.get(adapter):
-            kind = type(module.lora_variant.get(adapter)).__name__
+        variants = getattr(module, "lora_variant", {})  # Since 0.16.
+        if adapter in variants or module.use_dora.get(adapter):
+            kind = type(variants[adapter]).__name__ if adapter in variants else "DoRA"
             raise rejected(
                 f"adapter {adapter!r} of {path!r} is no plain LoRA ({kind}): merge it yourself (merge_and_unload) and "
                 "push the result",
@@ -148,7 +152,7 @@ def _take_lora(path: str, module: Any, state: _State, down: str, up: str, *, tra
         factors = state.get(f"{path}.{down.format(adapter)}"), state.get(f"{path}.{up.format(adapter)}")
         scaling = float(module.scaling[adapter])
         weight = _sum(weight, factors, lambda a, b, s=scaling: _delta(a, b, s, transposed=transposed))
-        if module.lora_bias.get(adapter):
+        if getattr(module, "lora_bias", {}).get(adapter):
             added = state.get(f"{path}.lora_B.{adapter}.bias")
             if bias is None:
                 raise rejected(f"adapter {adapter!r} of {path!r} has a bias, and its base layer has none", path)
