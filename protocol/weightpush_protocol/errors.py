@@ -59,6 +59,7 @@ internal                   500    a fault of the server itself
 unreachable                  -    client only: no connection, or no answer in time
 protocol_error               -    client only: the answer is not of this protocol
 weights_rejected             -    client only: the trainer's weights do not match what was declared
+trainer_rank_lost            -    client only: a rank of the trainer ended, or kept the others waiting
 ========================== ====== ==================================================================
 """
 
@@ -125,6 +126,7 @@ class ErrorCode(StrEnum):
     UNREACHABLE = "unreachable"
     PROTOCOL_ERROR = "protocol_error"
     WEIGHTS_REJECTED = "weights_rejected"
+    TRAINER_RANK_LOST = "trainer_rank_lost"
 
 
 _REFUSALS = {

@@ -259,6 +259,25 @@ def test_a_partial_push_sends_what_there_is(make_server: MakeServer) -> None:
     assert [begin.partial for begin in server.begins] == [False, True, True, False]
 
 
+def test_names_of_the_users_own_come_before_everything_else(make_server: MakeServer) -> None:
+    server = make_server()
+    ours = {f"_orig_mod.policy.{name}": tensor for name, tensor in make_weights().items()}
+    ours["module.value_head"] = torch.zeros(3)
+
+    def names(name: str) -> str | None:
+        return None if name == "value_head" else name.removeprefix("policy.")
+
+    with WeightPusher(server.url, token=TOKEN, transport="http", names=names) as pusher:
+        pusher.push(ours, weight_version="1")
+    assert_arrived(server)
+    with (
+        WeightPusher(server.url, token=TOKEN, transport="http", names={"plain": "no such name"}) as pusher,
+        pytest.raises(PushError, match="no such name") as caught,
+    ):
+        pusher.push(make_weights(), weight_version="2")
+    assert caught.value.code is ErrorCode.MANIFEST_REJECTED
+
+
 def test_the_report_reads_well(make_server: MakeServer) -> None:
     server = make_server()
     with pusher_for(server, bucket_bytes=2**20) as pusher:

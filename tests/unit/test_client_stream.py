@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -31,7 +31,9 @@ class Recorded(TensorSource):
     def identity(self, name: str) -> Hashable | None:
         return None
 
-    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, names: Sequence[str], sent: Mapping[str, torch.dtype] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._pairs:
             self._asked(name)
             yield name, tensor

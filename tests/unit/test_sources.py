@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weightpush_client.align import agreed_manifest, align
-from weightpush_client.names import checkpoint_name
+from weightpush_client.names import RenamedSource, checkpoint_name
 from weightpush_client.sources import WeightSource, open_source
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
@@ -184,24 +184,79 @@ def test_other_kinds_are_a_type_error(weights: Any) -> None:
         open_source(weights)
 
 
-def test_a_dtensor_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_dtensors_that_one_process_holds_whole_are_pushed(tmp_path: Path) -> None:
     # In a process of its own: it needs a default process group.
     program = f"""
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, Shard
 from weightpush_client.sources import open_source
-from weightpush_protocol.errors import WeightPushError
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
-tensor = distribute_tensor(torch.zeros(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
-try:
-    open_source({{"plain": torch.zeros(1), "sharded": tensor}})
-except WeightPushError as error:
-    print(error.code.value, error.message)
+whole = torch.arange(8.).view(4, 2)
+tensor = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
+source = open_source({{"plain": torch.zeros(1), "sharded": tensor, "again": tensor}})
+assert source.ranks == 1
+assert source.identity("sharded") == source.identity("again") != source.identity("plain")
+((_, found),) = source.tensors(["sharded"])
+print(type(found).__name__, torch.equal(found, whole), source.specs()[1])
+((_, found),) = source.tensors(["sharded"], {{"sharded": torch.bfloat16}})
+print(torch.equal(found, whole.to(torch.bfloat16)))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.startswith("weights_rejected tensor 'sharded' is a DTensor"), done.stdout + done.stderr
-    assert "full_tensor()" in done.stdout
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines() == [
+        "Tensor True name='sharded' dtype='float32' shape=(4, 2)",
+        "True",
+    ], done.stdout + done.stderr
+
+
+# names of the user's own
+
+
+def renamed(weights: Any, names: Any) -> list[str]:
+    return [item.name for item in RenamedSource(open_source(weights), names).specs()]
+
+
+def test_a_mapping_renames_what_it_names_and_leaves_out_what_it_maps_to_none() -> None:
+    weights = {"a": torch.zeros(1), "_orig_mod.b": torch.ones(1), "c": torch.zeros(2), "d": torch.zeros(3)}
+    names = {"a": "model.a", "b": "model.b", "c": None}
+    assert renamed(weights, names) == ["model.a", "model.b", "d"]
+    source = RenamedSource(open_source(weights), names)
+    assert [(name, tensor.tolist()) for name, tensor in source.tensors(["model.b", "d"])] == [
+        ("model.b", [1.0]),
+        ("d", [0.0, 0.0, 0.0]),
+    ]
+
+
+def test_a_function_gets_every_name_without_its_wrappers() -> None:
+    weights = {"module.pretrained_model._orig_mod.a": torch.zeros(1), "module.v_head.weight": torch.zeros(1)}
+
+    def names(name: str) -> str | None:
+        return None if name.startswith("v_head.") else name.removeprefix("pretrained_model.")
+
+    assert renamed(weights, names) == ["a"]
+
+
+def test_tied_weights_stay_tied_under_other_names() -> None:
+    expected = expecting(spec("model.embed", "float32", 5, 3))
+    model = Tied()
+    weights = {"embed": model.embed.weight, "head": model.head.weight}
+    assert sent_names(RenamedSource(open_source(weights), {"embed": "model.embed"}), expected) == ["model.embed"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"a": "x", "z": "y"}, "names maps 'z', which is no tensor of what is pushed"),
+        ({"a": "x", "b": "x"}, "names gave 'x' for both 'a' and 'b'"),
+        ({"a": "b"}, "names gave 'b' for both 'a' and 'b'"),
+        ({"a": 3}, "names gave 3 for 'a', expected the name of a tensor or None"),
+        (lambda name: "", "names gave '' for 'a': String should have at least 1 character"),
+    ],
+)
+def test_names_that_cannot_be_are_refused(names: Any, message: str) -> None:
+    with pytest.raises(WeightPushError, match=message) as caught:
+        renamed({"a": torch.zeros(1), "b": torch.zeros(1)}, names)
+    assert caught.value.code is ErrorCode.WEIGHTS_REJECTED
 
 
 # directories

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
@@ -19,7 +20,9 @@ from weightpush_client.access import ControlToken, Tls
 from weightpush_client.align import Outgoing, agreed_manifest, align, check_tied
 from weightpush_client.digests import digests_of
 from weightpush_client.fleet import Call, Fleet
+from weightpush_client.lockstep import Lockstep
 from weightpush_client.loop import CallScope
+from weightpush_client.names import Names, RenamedSource
 from weightpush_client.report import (
     PhaseSeconds,
     ProgressCallback,
@@ -49,6 +52,9 @@ from weightpush_protocol.messages import (
     UpdateMode,
 )
 from weightpush_protocol.transports.base import TransportConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class WeightPusher:
@@ -86,6 +92,11 @@ class WeightPusher:
         device: where buckets are gathered for ``nccl``; the device of the weights where it is None.
         data_host: address under which the servers reach this process for ``nccl`` and ``gloo``; found from the route to
             them where it is None. Must be an address of this machine: behind NAT use ``http``.
+        names: new names of tensors where the trainer's differ from the checkpoint's: a mapping of those that change, or
+            a function of each name; None leaves a tensor out. See `weightpush_client.names`.
+        process_group: the ranks of a sharded trainer (``torch.distributed.group.WORLD``, or a group of all that hold a
+            part). All of them make the pusher with the same arguments, and call `push` alike: rank 0 of the group talks
+            to the servers, the others gather along, and all return the same report or raise the same error.
 
     Raises:
         PushError: ``invalid_request``: an argument is wrong; it says which.
@@ -109,6 +120,8 @@ class WeightPusher:
         client_cert: str | Path | tuple[str | Path, str | Path] | None = None,
         device: torch.device | str | None = None,
         data_host: str | None = None,
+        names: Names | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         with _as_push_error(), _arguments_checked():
             self._urls = normalise_urls(urls)
@@ -127,6 +140,8 @@ class WeightPusher:
             self._bucket_bytes = bucket_bytes
             self._device = None if device is None else torch.device(device)
             self._data_host = data_host
+            self._names = names
+            self._lockstep = None if process_group is None else Lockstep(process_group, self._deadlines)
             self._fleet = Fleet(
                 self._urls, token=ControlToken(token, token_file), trust_env=trust_env, verify=Tls(verify, client_cert)
             )
@@ -151,6 +166,8 @@ class WeightPusher:
         """Close all connections, end the pusher's thread and free its buffers. May be called again."""
         self._stop()
         self._buffers.drop()
+        if self._lockstep is not None:
+            self._lockstep.close()
 
     def status(self) -> list[Status]:
         """Return the status of each server, in the order of `urls`.
@@ -251,10 +268,30 @@ class WeightPusher:
     def _push(
         self, weights: Weights, weight_version: str, partial: bool, progress: ProgressCallback | None
     ) -> PushReport:
+        def push(source: WeightSource) -> PushReport:
+            renamed = source if self._names is None else RenamedSource(source, self._names)
+            return self._push_source(renamed, weight_version, partial, progress)
+
+        if self._lockstep is not None:
+            return self._lockstep.push(lambda: open_source(weights), push, self._bucket_bytes // 2)
+        source = open_source(weights)
+        if source.ranks > 1:
+            raise PushError(
+                ErrorCode.WEIGHTS_REJECTED,
+                f"the weights are sharded over {source.ranks} ranks: make the pusher with process_group= on all of "
+                "them and push on all of them, or gather the weights first",
+            )
+        try:
+            return push(source)
+        finally:
+            source.close()
+
+    def _push_source(
+        self, source: WeightSource, weight_version: str, partial: bool, progress: ProgressCallback | None
+    ) -> PushReport:
         start = perf_counter()
         if progress is not None:
             progress(PushProgress(PushPhase.CHECK, 0, 0, 0, 0, 0, 0))
-        source = open_source(weights)
         statuses = self.status()
         self._refuse_twice(statuses)
         outgoing, manifest = self._plan(source)
@@ -282,7 +319,9 @@ class WeightPusher:
         expected = self._expected()
         outgoing = align(source, expected)
         check_tied(source, outgoing, expected.tied)
-        return outgoing, build_manifest((item.sent for item in outgoing), self._bucket_bytes)
+        # What is gathered from other ranks takes memory beside the two buffers: together no more than two buckets.
+        bucket_bytes = self._bucket_bytes if source.ranks == 1 else max(1, self._bucket_bytes // 2)
+        return outgoing, build_manifest((item.sent for item in outgoing), bucket_bytes)
 
     def _expected(self) -> ManifestAnswer:
         """Return the checkpoint that all servers expect."""

@@ -101,7 +101,10 @@ class BucketStream:
             BaseException: whatever source, ``deliver`` or ``delivered`` raise.
         """
         buffers = self._take_buffers()
-        tensors = self._source.tensors([item.held.name for item in self._outgoing])
+        tensors = self._source.tensors(
+            [item.held.name for item in self._outgoing],
+            {item.held.name: item.sent.torch_dtype for item in self._outgoing},
+        )
         with ThreadPoolExecutor(1, "weightpush-send") as executor:
             try:
                 for number, bucket in enumerate(self._manifest.buckets):
@@ -142,13 +145,15 @@ class BucketStream:
         self.seconds.gather += perf_counter() - start
 
     def _next_tensor(self, index: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
-        held = self._outgoing[index].held
+        held, sent = self._outgoing[index].held, self._outgoing[index].sent
         where = f"tensor {index + 1} of {len(self._outgoing)}"
         try:
             name, tensor = next(tensors)
         except StopIteration:
             raise _diverged(f"the source ended before {where}, {held.name!r}", held.name) from None
-        if (name, tuple(tensor.shape), tensor.dtype) != (held.name, held.shape, held.torch_dtype):
+        # It may have been cast on the way already.
+        dtype_fits = tensor.dtype in {held.torch_dtype, sent.torch_dtype}
+        if (name, tuple(tensor.shape)) != (held.name, held.shape) or not dtype_fits:
             raise _diverged(
                 f"{where} changed since the push began: declared {held.name!r} {held.dtype} {list(held.shape)}, "
                 f"found {name!r} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}",

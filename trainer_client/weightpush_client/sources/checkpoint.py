@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
+from weightpush_client.sources.base import rejected
 from weightpush_protocol.checkpoint_files import CheckpointFiles, CheckpointFilesError, choose_files
 from weightpush_protocol.dtypes import name_of_safetensors_code
-from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 
 
@@ -36,8 +36,10 @@ class CheckpointSource:
         try:
             chosen.check(found)
         except CheckpointFilesError as error:
-            raise _rejected(f"{self._directory}: {error}") from error
+            raise rejected(f"{self._directory}: {error}") from error
         self._file_of = {name: self._directory / file for file, name in found}
+
+    ranks = 1
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +54,9 @@ class CheckpointSource:
         """Return None: in a file, each name has bytes of its own."""
         return None
 
-    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, names: Sequence[str], sent: Mapping[str, torch.dtype] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of ``names``, in that order; one file is open at a time.
 
         Raises:
@@ -67,19 +71,22 @@ class CheckpointSource:
                         yield names[position], handle.get_tensor(names[position])
                         position += 1
             except (OSError, SafetensorError) as error:
-                raise _rejected(f"cannot read tensor {names[position]!r} from {file}: {error}") from error
+                raise rejected(f"cannot read tensor {names[position]!r} from {file}: {error}") from error
+
+    def close(self) -> None:
+        """Do nothing: a file is open only while one of its tensors is read."""
 
 
 def _find_files(directory: Path) -> CheckpointFiles:
     if not directory.is_dir():
-        raise _rejected(f"{directory} is not a directory: give a local checkpoint (names of a hub are not fetched)")
+        raise rejected(f"{directory} is not a directory: give a local checkpoint (names of a hub are not fetched)")
     try:
         present = {entry.name for entry in directory.iterdir() if entry.is_file()}
         return choose_files(present, lambda name: (directory / name).read_bytes())
     except OSError as error:
-        raise _rejected(f"cannot read {directory}: {error}") from error
+        raise rejected(f"cannot read {directory}: {error}") from error
     except CheckpointFilesError as error:
-        raise _rejected(f"{directory}: {error}") from error
+        raise rejected(f"{directory}: {error}") from error
 
 
 def _read_header(file: Path) -> Iterator[TensorSpec]:
@@ -91,16 +98,12 @@ def _read_header(file: Path) -> Iterator[TensorSpec]:
                 for part in (handle.get_slice(name),)
             ]
     except (OSError, SafetensorError) as error:
-        raise _rejected(f"cannot read {file}: {error}") from error
+        raise rejected(f"cannot read {file}: {error}") from error
     for name, code, shape in described:
         try:
             yield TensorSpec(name=name, dtype=name_of_safetensors_code(code), shape=shape)
         except KeyError:
-            raise _rejected(f"tensor {name!r} of {file} has dtype {code}, which cannot be pushed") from None
+            raise rejected(f"tensor {name!r} of {file} has dtype {code}, which cannot be pushed") from None
         except ValidationError as error:
             reason = "; ".join(str(problem["msg"]) for problem in error.errors())
-            raise _rejected(f"tensor {name!r} of {file} cannot be pushed: {reason}") from error
-
-
-def _rejected(message: str) -> WeightPushError:
-    return WeightPushError(ErrorCode.WEIGHTS_REJECTED, message)
+            raise rejected(f"tensor {name!r} of {file} cannot be pushed: {reason}") from error
