@@ -185,6 +185,17 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+def _speakable(value: Any) -> Any:
+    """Return ``value`` with every text in a form that UTF-8 has: names of files may hold any bytes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_speakable(key): _speakable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_speakable(item) for item in value]
+    return value
+
+
 class WeightPushError(Exception):
     """Every failure of a push, on both sides.
 
@@ -205,10 +216,11 @@ class WeightPushError(Exception):
         update_id: str | None = None,
         state: ServerState | None = None,
     ) -> None:
+        message = _speakable(message)
         super().__init__(f"{message} [{code.value}]")
         self.code = code
         self.message = message
-        self.details = details or {}
+        self.details = _speakable(details or {})
         self.update_id = update_id
         self.state = state
 

@@ -48,7 +48,7 @@ async def read_json(request: Request, model: type[_Model], *, limit: int, within
                 if len(data) > limit:
                     raise _too_large("the body", limit)
     except TimeoutError:
-        raise _slow(f"the body did not arrive within {within_s:g} s", len(data)) from None
+        raise slow_body(f"the body did not arrive within {within_s:g} s", len(data)) from None
     if not data and not any(field.is_required() for field in model.model_fields.values()):
         return model()  # No body stands for ``{}`` where that is enough.
     try:
@@ -92,7 +92,7 @@ async def spooled(
                         raise _too_large("the bucket", limit)
                     file.write(chunk)
         except TimeoutError:
-            raise _slow(f"the bucket did not arrive within bucket_s = {within_s:g} s", file.size) from None
+            raise slow_body(f"the bucket did not arrive within bucket_s = {within_s:g} s", file.size) from None
         file.end()
         yield file.path
 
@@ -115,7 +115,8 @@ def _too_large(what: str, limit: int) -> WeightPushError:
     )
 
 
-def _slow(message: str, received: int) -> WeightPushError:
+def slow_body(message: str, received: int) -> WeightPushError:
+    """Return the error of a body of which only ``received`` bytes came in time; ``message`` says the limit."""
     return WeightPushError(
         ErrorCode.SLOW_BODY, f"{message}: only {received} bytes came", details={"received_bytes": received}
     )

@@ -17,6 +17,7 @@ from weightpush_protocol.messages import (
     DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
+    LastError,
     ManifestAnswer,
     RollbackRequest,
     Status,
@@ -25,6 +26,7 @@ from weightpush_protocol.messages import (
     UpdateMode,
     VerifyAnswer,
     VerifyRequest,
+    utc_now,
 )
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_protocol.transports.http import LENGTH_BYTES, header_bytes, parse_header
@@ -60,7 +62,10 @@ class Coordinator:
 
     def status(self) -> Status:
         """Return the public status. Never waits."""
-        return build_status(self._shared.control(), self._shared.worker_records())
+        control = self._shared.control()
+        if self._engine.dead:
+            control = control.model_copy(update={"state": ServerState.FAILED, "last_error": _engine_died(control)})
+        return build_status(control, self._shared.worker_records())
 
     async def manifest(self) -> ManifestAnswer:
         """Return the checkpoint that this server expects, as its first worker knows it."""
@@ -312,7 +317,7 @@ class Coordinator:
         answers = await self._life.rpc(update_id, deadlines.commit_s, "weightpush_staged", update.epoch)
         stored = next(answer["stored"] for answer in answers if "stored" in answer)
         await self._life.rpc(
-            update_id, deadlines.commit_s, "weightpush_stored", update.epoch, update.weight_version, stored
+            update_id, deadlines.commit_s, "weightpush_stored", update.epoch, update.weight_version, stored, False
         )
         await self._publisher.close_gate_and_drain(update_id)
         return await self._publisher.land_and_publish(update)
@@ -343,6 +348,13 @@ class Coordinator:
             if ended is None or ended.error is None:
                 control.active(request.update_id, request.epoch)
         return self.status()
+
+
+def _engine_died(control: ControlRecord) -> LastError:
+    """Return why a server serves nothing whose engine has died; it is about to end."""
+    update_id = control.update.update_id if control.update is not None else None
+    message = "vLLM's engine died; the server ends"
+    return LastError(code=ErrorCode.WORKER_LOST, message=message, update_id=update_id, at=utc_now())
 
 
 def _names_in(spool: Path) -> list[str]:

@@ -52,13 +52,13 @@ class DiskReloads:
             WeightPushError: a refusal, of which a path's own leave no trace in the status, or why the update failed.
         """
         update_id = request.update_id or uuid.uuid4().hex
-        answer = self._life.answer(update_id)
-        if answer is not None:
-            return answer
-        directory = await asyncio.to_thread(resolve_directory, request.path, self._roots)
         # Off the event loop: there may be hundreds of thousands of digests.
         body = await asyncio.to_thread(request.model_dump_json)
         digest = hashlib.sha256(body.encode()).hexdigest()
+        answer = self._life.answer_again(update_id, digest)
+        if answer is not None:
+            return answer
+        directory = await asyncio.to_thread(resolve_directory, request.path, self._roots)
 
         async def work() -> FinishAnswer:
             files = _Files(directory, self._roots, request.digests)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import VERSION_HEADER
+from weightpush_server.held_bodies import HeldBody, Room
 from weightpush_server.records import ControlRecord
 from weightpush_server.shared_state import SharedState
 from weightpush_server.tokens import TokenFile
@@ -86,18 +86,6 @@ def token_matches(headers: Headers, tokens: TokenFile) -> bool:
     return tokens.accepts(given.strip()) and scheme.lower() == "bearer"
 
 
-async def whole_body(receive: Receive) -> list[Message] | None:
-    """Return the messages that bring a request's body, all of them; ``None`` if its client left meanwhile."""
-    messages = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        messages.append(message)
-        if not message.get("more_body", False):
-            return messages
-
-
 def refusal(control: ControlRecord) -> JSONResponse:
     """Return the 503 of the closed gate."""
     error = WeightPushError(
@@ -119,6 +107,8 @@ class Gate:
         self._shared = shared
         self._index = shared.claim_counter()
         self._inside: set[_GatedExchange] = set()
+        #: Of the bodies that come before their requests are let in.
+        self.room = Room()
 
     @property
     def open(self) -> bool:
@@ -163,19 +153,46 @@ class _GatedExchange:
     entered: ControlRecord | None = None
     started: bool = False
     evicted: bool = False
+    late: WeightPushError | None = None
     task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         if not self.gate.open:
             await self.refuse()
             return
-        if self.scope["type"] == "http":
-            # Before it is counted: whoever sends a body slowly would hold up every update. The application cannot have
-            # begun with it, and reads all of it into memory anyway.
-            body = await whole_body(self.receive)
-            if body is None:
+        if self.scope["type"] != "http":
+            await self._enter()
+            return
+        # Before it is counted: whoever sends a body slowly would hold up every update. The application cannot have
+        # begun with it. A body that is too large to be held counts from then on, while its rest comes.
+        body = HeldBody(self.receive, self.gate.room)
+        try:
+            if not await body.hold():
                 return
-            self.receive = _replay(body, self.receive)
+            self.receive = self._in_time(body)
+            await self._enter()
+        except WeightPushError as error:
+            if self.entered is not None:  # The application's own.
+                raise
+            await _closing(error)(self.scope, self.receive, self.send)
+        finally:
+            body.release()
+
+    def _in_time(self, body: HeldBody) -> Receive:
+        """Return a ``receive`` for the application that ends the request when its body does not come."""
+
+        async def receive() -> Message:
+            try:
+                return await body.receive()
+            except WeightPushError as error:
+                self.late = error
+            assert self.task is not None
+            self.task.cancel()  # It may wait for this in a task of its own.
+            raise asyncio.CancelledError
+
+        return receive
+
+    async def _enter(self) -> None:
         self.entered = self.gate.enter(self)
         if self.entered is None:
             await self.refuse()
@@ -185,12 +202,16 @@ class _GatedExchange:
             self.task = asyncio.ensure_future(self._call_app())
             await self.task
         except asyncio.CancelledError:
-            if not self.evicted:
+            if not self.evicted and self.late is None:
                 if self.task is not None:
                     self.task.cancel()
                 raise
-            if not self.started:
+            if self.started:
+                return
+            if self.evicted or self.late is None:
                 await self.refuse()
+            else:
+                await _closing(self.late)(self.scope, self.receive, self.send)
         finally:
             self.gate.leave(self)
 
@@ -217,17 +238,6 @@ class _GatedExchange:
         self.evicted = True
         if self.task is not None:
             self.task.cancel()
-
-
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """Return a ``receive`` that brings ``messages`` first."""
-    waiting = deque(messages)
-    messages.clear()  # What was read is held by nobody else.
-
-    async def replayed() -> Message:
-        return waiting.popleft() if waiting else await receive()
-
-    return replayed
 
 
 class WeightPushMiddleware:
@@ -271,6 +281,12 @@ class WeightPushMiddleware:
         if context.tokens is None or (method == "GET" and path == STATUS_PATH):
             return True
         return token_matches(headers, context.tokens)
+
+
+def _closing(error: WeightPushError) -> JSONResponse:
+    """Return the answer to a body that does not come; its connection is of no more use."""
+    body = error.body().model_dump(mode="json")
+    return JSONResponse(body, status_code=error.http_status, headers={"Connection": "close"})
 
 
 def _crowded() -> JSONResponse:

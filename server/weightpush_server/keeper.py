@@ -17,7 +17,7 @@ from typing import Final
 from weightpush_server.processes import adopt_orphans, end_all_children, reap, say
 from weightpush_server.rundir import RunDirectory
 
-#: Signals that mean: stop in good order. The server gets them as they come.
+#: Signals that mean: stop in good order.
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Seconds that a server may take to stop in good order.
 GRACE_S: Final = 60.0
@@ -81,7 +81,8 @@ class Keeper:
         if impatient or self._stop_by is None:
             self._stop_by = time.monotonic() + (0.0 if impatient else self._grace_s)
         if self._server is not None:
-            os.kill(self._server, number)
+            # vLLM does not know SIGHUP, which would kill it.
+            os.kill(self._server, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _until_ended(self, server: int) -> int:
         while True:

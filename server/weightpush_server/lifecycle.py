@@ -18,7 +18,7 @@ from weightpush_protocol.messages import CopyRole, CopyStatus, FinishAnswer
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_server.engine import Engine, swallow
 from weightpush_server.log import logger
-from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord
+from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord, shortened
 from weightpush_server.shared_state import SharedState
 
 POLL_S: Final = 0.005
@@ -46,6 +46,11 @@ class UpdateLifecycle:
         with self._shared.transaction() as control:
             return control.reserve(update_id, request_digest, make)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no update runs."""
+        return self._shared.control().update is None
+
     def kept(self, role: CopyRole) -> CopyStatus | None:
         """Return the kept copy that has ``role``, if there is one."""
         copies = (copy for worker in self._shared.worker_records() for copy in worker.copies)
@@ -55,6 +60,27 @@ class UpdateLifecycle:
         """Return the answer of an update that was committed; ``None`` for any other."""
         ended = self._shared.control().find_ended(update_id)
         return ended.answer if ended is not None else None
+
+    def answer_again(self, update_id: str, request_digest: str) -> FinishAnswer | None:
+        """Return the answer of an update that was one single call, if this call repeats it; ``None`` for a new one.
+
+        Raises:
+            WeightPushError: ``stale_update``: that was another request, or its weights are not served any more.
+        """
+        control = self._shared.control()
+        ended = control.find_ended(update_id)
+        if ended is None or ended.answer is None:
+            return None
+        if ended.request_digest == request_digest and ended.epoch == control.committed_epoch:
+            return ended.answer
+        was = "as this request" if ended.request_digest == request_digest else "as another request"
+        raise WeightPushError(
+            ErrorCode.STALE_UPDATE,
+            f"update {update_id} was committed {was} with version {ended.answer.weight_version}; version "
+            f"{control.weight_version} is in force now. Ask under a new update_id",
+            update_id=update_id,
+            state=control.state,
+        )
 
     async def committed(self, update_id: str) -> FinishAnswer:
         """Wait until the running update is committed by another call or process.
@@ -154,6 +180,10 @@ class UpdateLifecycle:
             if error.code is ErrorCode.UPDATE_FAILED and was_running:
                 await self._until_ended(update_id)
                 error = WeightPushError.from_detail(ErrorDetail.model_validate(error.details["cause"]))
+            elif was_running and (cause := self._cause(update_id)) is not None:
+                # Somebody else ended it, and this step stumbled over that.
+                await self._until_ended(update_id)
+                error = cause
             elif error.code not in (ErrorCode.STALE_UPDATE, ErrorCode.UPDATE_FAILED):
                 await self.fail(update_id, error)
             await self._until_undone(update_id)
@@ -170,6 +200,15 @@ class UpdateLifecycle:
             failure.state = self._shared.control().state
             raise failure from error
 
+    def _cause(self, update_id: str) -> WeightPushError | None:
+        """Return why an update has failed, or is being given up; ``None`` if it has not."""
+        control = self._shared.control()
+        update, ended = control.update, control.find_ended(update_id)
+        detail = ended.error if ended is not None else None
+        if update is not None and update.update_id == update_id:
+            detail = update.failure
+        return WeightPushError.from_detail(detail) if detail is not None else None
+
     async def fail(self, update_id: str, error: WeightPushError) -> None:
         """End the running update with ``error`` if it is still ``update_id``; any process may do so, one will.
 
@@ -184,7 +223,7 @@ class UpdateLifecycle:
             else:
                 mine = update.failure is None
             if mine:
-                update.failure = error.body().error
+                update.failure = shortened(error.body().error)
         if not mine:
             await self._until_ended(update_id)
             return

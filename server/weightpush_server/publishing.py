@@ -17,6 +17,8 @@ from weightpush_server.log import logger
 from weightpush_server.records import UpdateRecord
 from weightpush_server.shared_state import SharedState
 
+#: What the last step may take beyond ``commit_s``, in seconds: half of it done, going on is better than failing.
+_PUBLISH_S: Final = 30.0
 #: How long a commit waits for the copies to be put in their places, in seconds; the new weights serve already.
 _SETTLE_S: Final = 5.0
 
@@ -75,6 +77,9 @@ class Publisher:
         # Never cancelled: an RPC that is given up goes on in the worker, where the epoch keeps it from doing harm.
         publishing = asyncio.ensure_future(work)
         done, _ = await asyncio.wait({publishing}, timeout=update.deadlines.commit_s)
+        running = self._shared.control().update
+        if not done and running is not None and running.epoch == update.epoch and running.phase is Phase.PUBLISHING:
+            done, _ = await asyncio.wait({publishing}, timeout=_PUBLISH_S)
         if publishing not in done:
             publishing.add_done_callback(swallow)
             raise WeightPushError(

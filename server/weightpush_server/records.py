@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from itertools import groupby
 from typing import Final
 
 from pydantic import AwareDatetime, BaseModel, Field
@@ -136,6 +137,7 @@ class EndedUpdate(BaseModel):
 
     update_id: str
     epoch: int
+    request_digest: str = ""
     answer: FinishAnswer | None = None
     error: ErrorDetail | None = None
 
@@ -151,8 +153,8 @@ class ControlRecord(BaseModel):
     has_served: bool = True
     epoch: int = 0
     committed_epoch: int = 0
-    #: Epoch of the last committed update that let requests go on across it (``in_flight: keep``).
-    kept_epoch: int = 0
+    #: Epoch and version of the last committed updates that let requests go on across them (``in_flight: keep``).
+    kept: list[tuple[int, str]] = Field(default_factory=list)
     fingerprint: str | None = None
     update: UpdateRecord | None = None
     last_error: LastError | None = None
@@ -224,7 +226,8 @@ class ControlRecord(BaseModel):
             transport=FROM_COPY,
             in_flight=InFlight.ABORT,
             digest=DigestKind.NONE,
-            deadlines=failed.deadlines,
+            # Not those of the failed update, which may have failed by them.
+            deadlines=Deadlines(),
             restores=CopyRole.SERVED,
             undoes=failed.update_id,
         )
@@ -283,8 +286,10 @@ class ControlRecord(BaseModel):
     def label(self, *, entered_epoch: int, entered_version: str) -> str:
         """Return the version of an answer whose request came in when ``entered_version`` served.
 
-        ``entered_epoch``: the ``committed_epoch`` of then. Both versions, where the request was kept across an update.
+        ``entered_epoch``: the ``committed_epoch`` of then. Where the request was kept across updates, all versions in
+        turn.
         """
+        versions = [entered_version, *(version for epoch, version in self.kept if epoch > entered_epoch)]
         update = self.update
         if (
             update is not None
@@ -292,10 +297,8 @@ class ControlRecord(BaseModel):
             and update.phase is Phase.PUBLISHING
             and update.epoch > entered_epoch
         ):
-            return f"{entered_version}, {update.weight_version}"  # The engine may run again already.
-        if self.kept_epoch > entered_epoch and self.weight_version != entered_version:
-            return f"{entered_version}, {self.weight_version}"
-        return entered_version
+            versions.append(update.weight_version)  # The engine may run again already.
+        return ", ".join(version for version, _ in groupby(versions))
 
     def commit(self, *, fingerprint: str) -> FinishAnswer:
         """Publish the new version, open the gate and forget the update, in one step."""
@@ -331,9 +334,13 @@ class ControlRecord(BaseModel):
             self.last_error = None
         self.committed_epoch, self.has_served = update.epoch, True
         if update.in_flight is InFlight.KEEP:
-            self.kept_epoch = update.epoch
+            self.kept = [*self.kept, (update.epoch, update.weight_version)][-_REMEMBERED:]
         self.apply(Event.COMMIT)
-        self._end(EndedUpdate(update_id=update.update_id, epoch=update.epoch, answer=answer))
+        self._end(
+            EndedUpdate(
+                update_id=update.update_id, epoch=update.epoch, request_digest=update.request_digest, answer=answer
+            )
+        )
         return answer
 
     def fail(self, error: WeightPushError) -> UpdateRecord:

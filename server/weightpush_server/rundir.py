@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -19,13 +20,21 @@ _STATE: Final = "state"
 _SPOOL: Final = "spool"
 _UP: Final = "up"
 _SEGMENTS: Final = "segments"
+#: How it is opened for its lock, which programs that the opener executes do not inherit.
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class RunDirectory:
-    """Made by the supervisor and used by the processes of one server."""
+    """Made by the supervisor and used by the processes of one server.
 
-    def __init__(self, path: Path) -> None:
+    ``lock``: the directory's file descriptor, shared lock held, of the process that made it. Its forks inherit it, what
+    they execute does not: the lock lasts for as long as the supervisor or its keeper lives. Process ids would not tell:
+    containers may share memory and not see each other's processes.
+    """
+
+    def __init__(self, path: Path, lock: int | None = None) -> None:
         self.path = path
+        self._lock = lock
 
     @classmethod
     def create(cls) -> RunDirectory:
@@ -33,13 +42,36 @@ class RunDirectory:
         base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         prefix = f"weightpush-{os.getuid()}-"
         for left in base.glob(f"{prefix}*"):
-            owner = left.name.removeprefix(prefix).partition("-")[0]
-            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-                cls(left).remove()
-        made = cls(Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)))
+            cls(left)._remove_if_left()
+        while True:
+            path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
+            with suppress(FileNotFoundError):  # Swept away before it had its lock.
+                lock = os.open(path, _DIRECTORY)
+                # Shared is enough against those who sweep, and all that a directory's descriptor gets on NFS. There
+                # nobody gets the exclusive one, and nothing is swept.
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                if path.exists():
+                    break
+                os.close(lock)
+        made = cls(path, lock)
         made.spool.mkdir(mode=0o700)
         (made.path / _SEGMENTS).mkdir(mode=0o700)
         return made
+
+    def _remove_if_left(self) -> None:
+        """Remove it if it is a directory of this user that nobody holds."""
+        try:
+            directory = os.open(self.path, _DIRECTORY)
+        except OSError:
+            return
+        try:
+            if os.fstat(directory).st_uid == os.getuid():
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.remove()
+        except OSError:
+            return  # Its owner lives.
+        finally:
+            os.close(directory)
 
     @property
     def state_file(self) -> Path:
@@ -75,3 +107,6 @@ class RunDirectory:
                     for left in (*_SHARED_MEMORY.glob(f"{noted.name}*"), Path(tempfile.gettempdir(), noted.name)):
                         left.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

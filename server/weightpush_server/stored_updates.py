@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import CopyRole, DigestKind, FinishAnswer, RollbackRequest, UpdateMode
@@ -16,6 +17,9 @@ from weightpush_server.log import logger
 from weightpush_server.publishing import Hook, Publisher
 from weightpush_server.records import FROM_COPY, ControlRecord, UpdateRecord
 from weightpush_server.stored import StoredCheckpoint
+
+#: Until the workers have put their copies in their places, in seconds.
+_SETTLE_S: Final = 10.0
 
 Make = Callable[[ControlRecord], UpdateRecord]
 Find = Callable[[UpdateRecord], Awaitable[StoredCheckpoint]]
@@ -51,7 +55,7 @@ class StoredUpdates:
         Raises:
             WeightPushError: a refusal, or why the update failed.
         """
-        answer = self._life.answer(update_id)
+        answer = self._life.answer_again(update_id, request_digest)
         if answer is not None:
             return answer
 
@@ -80,6 +84,7 @@ class StoredUpdates:
             update.epoch,
             update.weight_version,
             stored.model_dump_json(),
+            True,
             update.restores.value if update.restores is not None else None,
         )
         if before_write is not None:
@@ -97,6 +102,9 @@ class StoredUpdates:
         """
         update_id = request.update_id or uuid.uuid4().hex
         digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
+        if self._life.idle:
+            # The copy of what was committed a moment ago may not be in its place yet.
+            await self._engine.call_within(_SETTLE_S, "weightpush_settle")
 
         def make(control: ControlRecord) -> UpdateRecord:
             role = CopyRole.SERVED if control.state is ServerState.FAILED else CopyRole.PREVIOUS
@@ -131,7 +139,8 @@ class StoredUpdates:
         answer = next(answer for answer in answers if "stored" in answer)
         if answer["weight_version"] != update.weight_version:
             raise WeightPushError(
-                ErrorCode.INTERNAL,
-                f"the copy holds version {answer['weight_version']}, not {update.weight_version}; nothing was changed",
+                ErrorCode.UPDATE_IN_PROGRESS,
+                f"version {answer['weight_version']} took the place of {update.weight_version} just now; nothing was "
+                "changed. Look at the status, and ask again",
             )
         return StoredCheckpoint.model_validate_json(answer["stored"])

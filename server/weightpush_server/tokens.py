@@ -15,13 +15,12 @@ import threading
 from pathlib import Path
 from typing import Final
 
+from weightpush_protocol.token_files import read_token_file
 from weightpush_server.log import logger
 
 #: The control token, where the user gives it that way. No process of the server keeps it in its environment.
 TOKEN_VARIABLE: Final = "WEIGHTPUSH_CONTROL_TOKEN"
 MAX_TOKENS: Final = 16
-#: Beyond any file that holds tokens, in bytes.
-_MAX_FILE_BYTES: Final = 64 * 1024
 
 _Identity = tuple[int, int, int, int, int]
 
@@ -109,17 +108,9 @@ class TokenFile:
             self._complaint = None
 
     def _read(self) -> None:
-        with self._path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            text = file.read(_MAX_FILE_BYTES + 1)
+        text, status = read_token_file(self._path)
         self._seen = _identity(status)
-        if len(text) > _MAX_FILE_BYTES:
-            raise ValueError(f"it is larger than {_MAX_FILE_BYTES} bytes")
-        try:
-            self._tokens = parse_tokens(text.decode())
-        except UnicodeDecodeError:
-            # Its own text would quote the file's bytes.
-            raise ValueError("it is not UTF-8") from None
+        self._tokens = parse_tokens(text)
         if status.st_mode & stat.S_IROTH:
             logger.warning("every user of this machine can read the control tokens in %s: chmod o-r", self._path)
 

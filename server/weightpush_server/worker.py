@@ -161,18 +161,18 @@ class WeightPushWorkerExtension:
 
     @_rpc
     def weightpush_stored(
-        self, epoch: int, weight_version: str, stored_json: str, restores: str | None = None
+        self, epoch: int, weight_version: str, stored_json: str, begins: bool, restores: str | None = None
     ) -> dict[str, Any]:
         """Let update ``epoch`` land from files, by ``weightpush_land``; refuse what this worker cannot take.
 
-        A staged update runs already. Any other one starts here: ``restores`` names the kept copy that it is. Changes no
-        weight.
+        A staged push runs already. Any other update ``begins`` here; ``restores`` names the kept copy that it is.
+        Changes no weight.
         """
         stored = StoredCheckpoint.model_validate_json(stored_json)
         state = _state(self)
-        update = state.update
-        if update is not None and update.epoch == epoch:
-            update.read_from(OpenCheckpoint(stored), take_digests=False)
+        if not begins:
+            # Looked at first: the memory of a push that was given up is gone, and its descriptor may be another's.
+            state.current(epoch).read_from(OpenCheckpoint(stored), take_digests=False)
             return {}
         state.enter(epoch)
         ways = _admit(state, stored.specs)
@@ -231,6 +231,8 @@ class WeightPushWorkerExtension:
         update = state.current(epoch)
         with _as_error(ErrorCode.POSTLOAD_FAILED, "post-load processing"):
             update.proof = proof = finish_reload(update.opened)
+        # Until the commit, what lies in memory is no version at all: nothing of it may be kept by a partial push.
+        state.needs_all = True
         return {
             "fingerprint": proof.fingerprint,
             "tensors": proof.tensors,
@@ -243,12 +245,14 @@ class WeightPushWorkerExtension:
         """Let the model run again, as ``weight_version``."""
         state = _state(self)
         update = state.current(epoch)
+        state.check_wanted(epoch)
         if state.served is None or update.proof is None:
             raise WeightPushError(ErrorCode.INTERNAL, "the update was to be committed before it was closed")
         state.served.commit(update.proof.prints, update.specs, update.digests, partial=update.partial)
         if update.copy is not None:
             update.copy.digests = dict(update.digests)
-        state.awaiting = False
+        state.needs_all = False
+        state.committed = epoch
         if state.worker.vllm_config.lora_config is not None:
             # As vLLM does after its own reloads: adapters are loaded again when they are next asked for.
             state.worker.model_runner.reset_lora_state()
@@ -276,8 +280,16 @@ class WeightPushWorkerExtension:
 
     @_rpc
     def weightpush_abandon(self, epoch: int) -> dict[str, Any]:
-        """Leave update ``epoch``: stop receiving. An opened model stays tainted until a later update commits."""
+        """Leave update ``epoch``: stop receiving. An opened model stays tainted until a later update commits.
+
+        Where this worker has committed the update already, but its server has not, the model is tainted again.
+        """
         state = _state(self)
+        control = state.shared.control()
+        if state.committed == epoch and control.committed_epoch != epoch:
+            state.needs_all = True
+            state.taint(True)
+            state.progress.update(weight_version=control.weight_version)
         if state.update is not None and state.update.epoch == epoch:
             state.drop_update()
         state.settle_copies()

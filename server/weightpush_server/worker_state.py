@@ -48,8 +48,10 @@ class WorkerState:
         config = ServerConfig.from_environment()
         # vLLM tells its worker the name under which it shares memory, and removes that memory nowhere.
         RunDirectory(config.run_directory).note_segments(os.environ.get("VLLM_DIST_IDENT", ""))
-        #: Nothing whole was ever here: every update must bring all, until one is committed.
-        self.awaiting = self.guard.tainted = config.await_weights
+        #: What the model holds was never served as a version: updates must bring all, until one is committed.
+        self.needs_all = self.guard.tainted = config.await_weights
+        #: Epoch of the update that this worker committed last.
+        self.committed = 0
         device = torch.device(worker.device)
         self.device = device
         self.rank = server_rank(worker.vllm_config, worker.rank)
@@ -140,7 +142,7 @@ class WorkerState:
         """Raise ABORTED where the server has given update ``epoch`` up."""
         running = self.shared.control().update
         if running is None or running.epoch != epoch or running.failure is not None:
-            raise WeightPushError(ErrorCode.ABORTED, "the update was given up while it was landing")
+            raise WeightPushError(ErrorCode.ABORTED, "the update was given up meanwhile")
 
     def start(self, update: WorkerUpdate, weight_version: str, *, restores: CopyRole | None = None) -> None:
         """Let ``update`` be the one that runs."""
@@ -215,8 +217,8 @@ class WorkerState:
         return self.host_copy(stored.nbytes)
 
     def partial(self, begin: BeginRequest) -> bool:
-        """Whether an update may leave tensors out. What a server that awaits weights holds is nothing to keep."""
-        return begin.partial and not self.awaiting
+        """Whether an update may leave tensors out. What was never served is nothing to keep."""
+        return begin.partial and not self.needs_all
 
     def taint(self, tainted: bool) -> None:
         self.guard.tainted = tainted

@@ -201,7 +201,10 @@ def _spoiled(deliver: Callable[..., None], job: Job, struck: Callable[[], None])
                 number += 1
             case Fault.CUT_DATA:
                 port = int(job.url.rpartition(":")[2])
-                sockets.cut_where(lambda local, remote: port not in (local[1], remote[1]))
+                for connection in sockets.own_connections():
+                    with contextlib.closing(connection), contextlib.suppress(OSError):
+                        if port not in (connection.getsockname()[1], connection.getpeername()[1]):
+                            sockets.cut(connection)
         deliver(*head, number, buffer, digests)
 
     return spoiling

@@ -129,6 +129,29 @@ def test_a_repeated_call_is_the_same_update(disk: DiskServer) -> None:
     answers.append(disk.load(disk.root / "b", "B", **body))
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.text for answer in answers}) == 1
+    # The same id for something else is a mistake, not a repetition.
+    other = disk.load(disk.root / "a", "A", **body)
+    assert (other.status_code, error_of(other)["code"]) == (409, "stale_update")
+    assert disk.server.status()["weight_version"] == "B"
+
+
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+def test_files_with_names_of_any_bytes_and_length_end_in_a_refusal(disk: DiskServer, mode: str) -> None:
+    before = disk.server.status()["weight_version"]
+    directory = disk.root / f"odd-{mode}"
+    directory.mkdir()
+    damaged = directory / os.fsdecode(b"m\xff.safetensors")
+    damaged.write_bytes(b"\x10")
+    first = disk.load(directory, "odd", mode=mode)
+    damaged.unlink()
+    indexed = []
+    for shard in ("\ud800.safetensors", "x" * 300_000 + ".safetensors"):
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+        indexed.append(disk.load(directory, "odd", mode=mode))
+    for answer in (first, *indexed):
+        assert (answer.status_code, error_of(answer)["code"]) == (422, "checkpoint_damaged"), answer.text[:300]
+    status = disk.server.status()
+    assert (status["state"], status["weight_version"], status["update"]) == ("serving", before, None)
 
 
 @pytest.mark.case("C85")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from integration.conftest import Checkpoints
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SEED = 20
+#: Trainers killed at each point; more of them take a minute each for all points.
+KILLS = int(os.environ.get("WP_TEST_KILLS", "2"))
 #: Where a trainer can be killed, by mode; phases that both modes go through in the same way are met in one of them.
 _PLACES: dict[str, list[Point]] = {
     "direct": [point for point in Point if point is not Point.LANDING],
@@ -62,7 +65,7 @@ def test_a_short_campaign(
 
 
 @pytest.mark.case("C1", "C5", "C38")
-def test_ten_trainers_are_killed_at_every_point(
+def test_trainers_are_killed_at_every_point(
     checkpoints: Checkpoints,
     cold_a: dict[str, str],
     cold_b: dict[str, str],
@@ -72,11 +75,11 @@ def test_ten_trainers_are_killed_at_every_point(
     places = [(mode, point) for mode, points in _PLACES.items() for point in points]
     shots = [
         replace(shot, mode=places[shot.number % len(places)][0], point=places[shot.number % len(places)][1])
-        for shot in plan(SEED, Choice(pushes=10 * len(places), only=[Fault.KILL_TRAINER]))
+        for shot in plan(SEED, Choice(pushes=KILLS * len(places), only=[Fault.KILL_TRAINER]))
     ]
     report = carry_out(shots, checkpoints, {"A": cold_a, "B": cold_b}, tmp_path, capsys)
     assert report.findings == []
     line = report.lines[Fault.KILL_TRAINER].counts
-    assert line["runs"] == 10 * len(places)
-    assert line["struck"] >= line["runs"] - 5
+    assert line["runs"] == KILLS * len(places)
+    assert line["struck"] >= line["runs"] - 2 - KILLS // 3
     assert report.restarts == 0

@@ -241,6 +241,44 @@ def test_a_workers_error_reaches_the_trainer_by_name(
 
 
 @pytest.mark.case("C6", "C107")
+def test_a_worker_that_committed_too_early_serves_nothing_and_keeps_nothing(
+    server: ServerProcess, checkpoints: Checkpoints, cold_b: dict[str, str]
+) -> None:
+    """What broke between the workers' commit and the server's own leaves weights of no version in memory."""
+    before = server.status()["weight_version"]
+    server.set_faults(label="no room for a label")
+    with (
+        pytest.raises(PushError, match="no room for a label"),
+        WeightPusher(server.url, token=TOKEN) as pusher,
+    ):
+        pusher.push(checkpoints.b, weight_version="B")
+    server.set_faults()
+    status = server.status()
+    assert (status["state"], status["weight_version"]) == ("failed", before)
+    assert status["last_error"]["phase"] == "publishing"
+    assert [(worker["tainted"], worker["weight_version"]) for worker in status["workers"]] == [(True, before)]
+    closed(server)
+    norm = {name: tensor for name, tensor in read_tensors(checkpoints.a).items() if name == "model.norm.weight"}
+    refused = RawUpdate(server, norm, version="A+B").begin(partial=True)
+    assert error_of(refused)["code"] == "manifest_rejected"
+    repaired(server, checkpoints, cold_b)
+
+
+@pytest.mark.case("C6", "C107")
+def test_a_commit_that_is_slow_in_its_last_step_is_not_given_up_half_done(
+    server: ServerProcess, checkpoints: Checkpoints, cold_b: dict[str, str]
+) -> None:
+    server.set_faults(hold={"publishing": 2500})
+    deadlines = Deadlines(commit_s=2)
+    with WeightPusher(server.url, token=TOKEN, deadlines=deadlines) as pusher:
+        pusher.push(checkpoints.b, weight_version="B")
+    server.set_faults()
+    status = server.status()
+    assert (status["state"], status["weight_version"]) == ("serving", "B")
+    assert server.answer(PROMPTS[0]) == cold_b[PROMPTS[0]]
+
+
+@pytest.mark.case("C6", "C107")
 def test_an_error_in_post_load_processing_is_never_published(
     server: ServerProcess, checkpoints: Checkpoints, cold_b: dict[str, str]
 ) -> None:

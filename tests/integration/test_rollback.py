@@ -89,6 +89,14 @@ def test_back_to_the_start(keeping_server: tuple[ServerProcess, Look], checkpoin
     # It does not toggle: what was left behind is gone.
     assert (refused.status_code, error_of(refused)["code"]) == (422, "no_copy")
     assert look(server) == start
+    # The old call is no call of now: what it went back to is served no more.
+    push(server, checkpoints, "B")
+    with server.client() as client:
+        late = client.post("/reload/rollback", json={"update_id": "back"})
+        other = client.post("/reload/rollback", json={"update_id": "back", "in_flight": "abort"})
+    assert [error_of(answer)["code"] for answer in (late, other)] == ["stale_update"] * 2
+    assert server.status()["weight_version"] == "B"
+    push(server, checkpoints, "A")
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])

@@ -120,3 +120,11 @@ def test_survives_pickling(protocol: int) -> None:
 
 def test_the_text_shows_message_and_code() -> None:
     assert str(full_error()) == "worker 3 could not write [landing_failed]"
+
+
+def test_whatever_a_file_is_called_an_error_can_say_it() -> None:
+    name = b"tmp\xff.safetensors".decode("utf-8", "surrogateescape")
+    error = WeightPushError(ErrorCode.CHECKPOINT_DAMAGED, f"{name} is damaged", details={"file": name, "all": [name]})
+    assert error.body().model_dump_json().encode()
+    assert error.message == "tmp\\udcff.safetensors is damaged"
+    assert error.details["all"] == ["tmp\\udcff.safetensors"]

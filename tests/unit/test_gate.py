@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,14 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from unit.test_shared_state import make_update
 from weightpush_protocol.messages import InFlight
 from weightpush_protocol.state import ServerState
+from weightpush_server import held_bodies
 from weightpush_server.gate import MAX_CONTROL_CALLS, Gate, WeightPushMiddleware, is_control_path, is_gated
+from weightpush_server.held_bodies import HeldBody, Room
 from weightpush_server.records import ControlRecord
 from weightpush_server.shared_state import SharedState
 from weightpush_server.tokens import TokenFile, write_private
@@ -144,13 +148,13 @@ async def test_a_stream_that_is_evicted_ends_and_is_no_longer_counted(app: App) 
 
 @pytest.mark.case("C86")
 async def test_only_a_kept_request_says_both_versions(app: App) -> None:
-    for kept, label in ((0, "v0"), (1, "v0, v1")):
-        app.set_state(ServerState.SERVING, weight_version="v0", kept_epoch=0, epoch=0)
+    for kept, label in (([], "v0"), ([(1, "v1")], "v0, v1")):
+        app.set_state(ServerState.SERVING, weight_version="v0", kept=[], epoch=0)
         app.release.clear()
         waiting = asyncio.create_task(app.client.post("/v1/completions?wait=1"))
         await app.until_in_flight(1)
         app.set_state(ServerState.UPDATING, update=make_update(in_flight=InFlight.KEEP))
-        app.set_state(ServerState.SERVING, weight_version="v1", kept_epoch=kept, epoch=1, update=None)
+        app.set_state(ServerState.SERVING, weight_version="v1", kept=kept, epoch=1, update=None)
         app.release.set()
         assert (await waiting).headers["X-Weight-Version"] == label
 
@@ -177,6 +181,10 @@ class Dialogue:
     @property
     def status(self) -> int | None:
         return self.answers[0]["status"] if self.answers else None
+
+    @property
+    def code(self) -> str:
+        return str(json.loads(self.answers[1]["body"])["error"]["code"])
 
     @property
     def label(self) -> str | None:
@@ -218,6 +226,94 @@ async def test_a_client_that_leaves_in_its_body_leaves_nothing(app: App) -> None
     gone.messages.put_nowait({"type": "http.disconnect"})
     await gone.task
     assert (gone.answers, app.calls, app.shared.in_flight()) == ([], 0, 0)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_body_without_room_counts_from_then_on(app: App, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is too large itself, or other bodies take the room."""
+    room = app.app.state.weightpush.gate.room
+    monkeypatch.setattr(held_bodies, "HELD_BYTES" if alone else "ROOM_BYTES", 1000)
+    others = [] if alone else [Dialogue(app) for _ in range(3)]
+    for other in others:
+        other.body(b"o" * 300, more=True)
+    large = Dialogue(app)
+    large.body(b"a" * 600, more=True)
+    if alone:
+        large.body(b"b" * 600, more=True)
+    await app.until_in_flight(1)
+    async with asyncio.timeout(5):
+        while room.taken != 300 * len(others):  # noqa: ASYNC110 - handed on, it is held no more
+            await asyncio.sleep(0.005)
+    large.body(b"c", more=False)
+    await large.task
+    assert app.bodies == [b"a" * 600 + b"b" * 600 * alone + b"c"]
+    assert (large.status, large.label, app.shared.in_flight()) == (200, "v0", 0)
+    for other in others:
+        other.messages.put_nowait({"type": "http.disconnect"})
+        await other.task
+    assert room.taken == 0
+
+
+async def test_a_large_body_behind_the_closed_gate_is_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_bodies, "HELD_BYTES", 1000)
+    large = Dialogue(app)
+    large.body(b"a" * 600, more=True)
+    await asyncio.sleep(0.02)
+    app.set_state(ServerState.UPDATING, update=make_update())
+    large.body(b"a" * 600, more=True)
+    await large.task
+    assert (large.status, app.calls, app.shared.in_flight()) == (503, 0, 0)
+    assert app.app.state.weightpush.gate.room.taken == 0
+
+
+async def test_without_a_key_no_more_than_the_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own check of keys comes after ours, and before it reads a body."""
+    monkeypatch.setattr(held_bodies, "HELD_BYTES", 100_000)
+    server = App(tmp_path)
+    inner = Starlette(routes=[Route("/v1/completions", server.generate, methods=["POST"])])
+    inner.state.weightpush = server.app.state.weightpush
+    inner.add_middleware(AuthenticationMiddleware, tokens=["key"])
+    inner.add_middleware(WeightPushMiddleware)
+    server.app = inner
+    stranger = Dialogue(server)
+    for _ in range(100):
+        stranger.body(b"x" * 10_000, more=True)
+    await stranger.task
+    assert (stranger.status, server.calls, server.shared.in_flight()) == (401, 0, 0)
+    assert stranger.messages.qsize() == 100 - 11
+    assert inner.state.weightpush.gate.room.taken == 0
+
+
+@pytest.mark.parametrize("held", [True, False])
+async def test_a_body_that_does_not_come_is_answered_and_let_go(
+    app: App, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_bodies, "BODY_S", 0.3)
+    monkeypatch.setattr(held_bodies, "HELD_BYTES", 1000 if held else 10)
+    slow = Dialogue(app)
+    slow.body(b"x" * 100, more=True)
+    if not held:
+        await app.until_in_flight(1)
+    async with asyncio.timeout(10):
+        await slow.task
+    assert (slow.status, slow.code) == (408, "slow_body")
+    assert dict(slow.answers[0]["headers"])[b"connection"] == b"close"
+    assert (app.bodies, app.shared.in_flight()) == ([], 0)
+    assert app.app.state.weightpush.gate.room.taken == 0
+
+
+async def test_bytes_earn_a_body_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_bodies, "BODY_S", 0.2)
+    monkeypatch.setattr(held_bodies, "SLOWEST_BYTES_PER_S", 1)
+    came = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal came
+        came += 1
+        await asyncio.sleep(0.1)
+        return {"type": "http.request", "body": b"x" * 60, "more_body": came < 6}
+
+    assert await HeldBody(receive, Room()).hold()  # In 0.6 s, which only its bytes have earned.
 
 
 async def test_control_calls_are_bounded_but_looking_and_aborting_are_not(app: App) -> None:

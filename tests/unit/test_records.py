@@ -62,7 +62,7 @@ def test_a_commit_publishes_and_clears_the_last_error() -> None:
     assert answer.weight_version == "v1"
     assert control.last_update is not None
     assert control.last_update.bytes == 12
-    assert control.kept_epoch == 0
+    assert control.kept == []
 
 
 def test_what_a_server_was_started_on_but_never_served_is_no_previous_version() -> None:
@@ -92,6 +92,22 @@ def test_only_kept_requests_span_versions() -> None:
         assert control.label(entered_epoch=1, entered_version="v1") == "v1"
 
 
+def test_a_request_kept_across_several_updates_names_all_versions_in_turn() -> None:
+    control = ControlRecord(instance_id="i", weight_version="v0")
+    wanted = ["v0"]
+    for version in ("v1", "v2", "v2", "v0"):
+        control.epoch += 1
+        control.update = make_update(
+            update_id=f"u{control.epoch}", epoch=control.epoch, weight_version=version, in_flight=InFlight.KEEP
+        )
+        control.close_gate()
+        control.commit(fingerprint="f")
+        wanted += [version] if wanted[-1] != version else []
+        assert control.label(entered_epoch=0, entered_version="v0") == ", ".join(wanted)
+    assert control.label(entered_epoch=3, entered_version="v2") == "v2, v0"
+    assert control.label(entered_epoch=4, entered_version="v0") == "v0"
+
+
 def test_an_update_lost_while_publishing_keeps_the_old_version() -> None:
     control = running(in_flight=InFlight.KEEP)
     control.close_gate()
@@ -99,7 +115,7 @@ def test_an_update_lost_while_publishing_keeps_the_old_version() -> None:
     control.update.written = True
     control.update.enter(Phase.PUBLISHING)
     control.fail(error())
-    assert (control.state, control.weight_version, control.kept_epoch) == (ServerState.FAILED, "v0", 0)
+    assert (control.state, control.weight_version, control.kept) == (ServerState.FAILED, "v0", [])
 
 
 @pytest.mark.case("C6", "C46")

@@ -56,7 +56,7 @@ def stop(got, _):
         engine.kill()
         sys.exit(5)
 
-for asked in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+for asked in (signal.SIGTERM, signal.SIGINT):  # As vLLM: SIGHUP would kill it.
     signal.signal(asked, stop)
 note(f"arguments-{number}", "\\n".join([str(run), *words]))
 note(f"server-{number}", str(os.getpid()))
@@ -213,15 +213,18 @@ def test_a_server_that_ends_by_itself_with_zero_has_failed(supervised: Supervise
     supervised.nothing_left(pids)
 
 
-@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("asked", "got"),
+    [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT"), (signal.SIGHUP, "SIGTERM")],
+)
 def test_signals_are_passed_on_and_the_servers_status_is_returned(
-    supervised: Supervised, asked: signal.Signals
+    supervised: Supervised, asked: signal.Signals, got: str
 ) -> None:
     pids = supervised.start(supervisor.RESTART_OPTION, "3").pids()
     os.kill(pids["supervisor"], asked)
     status, said = supervised.wait()
     assert (status, said) == (5, "")
-    assert supervised.note("signal-0") == asked.name
+    assert supervised.note("signal-0") == got
     supervised.nothing_left(pids)
 
 
@@ -352,3 +355,82 @@ def test_directories_of_killed_supervisors_are_swept(monkeypatch: pytest.MonkeyP
         with suppress(OSError):
             mine.remove()
     assert not mine.path.exists()
+
+
+#: Makes a run directory below the folder that it is given, which sweeps that folder; then does what is told.
+MAKER = """
+import os, pathlib, signal, subprocess, sys, time
+from weightpush_server import rundir
+rundir._SHARED_MEMORY = pathlib.Path(sys.argv[1])
+made = rundir.RunDirectory.create()
+if sys.argv[2] == "sweep":
+    made.remove()
+    sys.exit()
+keeper = os.fork()
+if keeper == 0:  # As the keeper does: it starts a server, and stays.
+    server = subprocess.Popen(["sleep", "600"], close_fds=False)
+    print(made.path, os.getpid(), server.pid, flush=True)
+signal.pause()
+"""
+
+
+def sweep(folder: Path, *, apart: bool = False) -> None:
+    """Start and end another server's supervisor, if told so in a PID namespace of its own."""
+    command = [sys.executable, "-c", MAKER, str(folder), "sweep"]
+    subprocess.run([*_APART, *command] if apart else command, check=True, timeout=PATIENCE_S)
+
+
+_APART = ("unshare", "--pid", "--fork", "--mount-proc")
+
+
+def can_live_apart() -> bool:
+    try:
+        return subprocess.run([*_APART, "true"], capture_output=True, timeout=PATIENCE_S).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def test_a_directory_is_kept_for_as_long_as_supervisor_or_keeper_live(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MAKER, str(tmp_path), "stay"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        path, keeper, server = owner.stdout.readline().split()
+        try:
+            sweep(tmp_path)
+            assert Path(path, "spool").is_dir()
+            owner.kill()
+            owner.wait()
+            sweep(tmp_path)
+            assert Path(path, "spool").is_dir(), "the keeper lives"
+            os.kill(int(keeper), signal.SIGKILL)
+            until(lambda: not alive(int(keeper)), "the keeper is left")
+            assert alive(int(server))
+            sweep(tmp_path)
+            assert not Path(path).exists(), "what vLLM's processes inherit must not hold it"
+        finally:
+            owner.kill()
+            for pid in (int(keeper), int(server)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not can_live_apart(), reason="unshare --pid --mount-proc is not allowed here")
+def test_a_server_in_another_pid_namespace_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Containers that share memory (``--ipc=host``) do not see each other's processes."""
+    monkeypatch.setattr("weightpush_server.rundir._SHARED_MEMORY", tmp_path)
+    mine = RunDirectory.create()
+    try:
+        sweep(tmp_path, apart=True)
+        assert mine.spool.is_dir()
+    finally:
+        mine.remove()
+
+
+def test_only_directories_of_its_own_kind_are_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("weightpush_server.rundir._SHARED_MEMORY", tmp_path)
+    prefix, elsewhere = f"weightpush-{os.getuid()}-1", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / f"{prefix}-link").symlink_to(elsewhere)
+    (tmp_path / f"{prefix}-file").touch()
+    RunDirectory.create().remove()
+    assert {found.name for found in tmp_path.iterdir()} == {"elsewhere", f"{prefix}-link", f"{prefix}-file"}

@@ -85,12 +85,31 @@ def test_a_missing_file_keeps_the_last_good_tokens_and_is_told_once(file: Path, 
     assert (tokens.accepts("old"), tokens.accepts("new")) == (False, True)
 
 
+def test_what_is_no_file_keeps_the_last_good_tokens_and_nobody_waits_for_it(
+    file: Path, log: pytest.LogCaptureFixture
+) -> None:
+    tokens = TokenFile(file)
+    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
+        (file.unlink if not file.is_dir() else file.rmdir)()
+        make(file)
+        for _ in range(3):
+            assert (tokens.accepts("old"), tokens.accepts("new")) == (True, False)
+    assert [record.levelname for record in log.records] == ["ERROR"]
+    assert "not a regular file" in log.text
+    file.unlink()
+    file.write_text("new")
+    assert (tokens.accepts("old"), tokens.accepts("new")) == (False, True)
+
+
 def test_no_start_without_a_good_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         TokenFile(tmp_path / "missing")
     (tmp_path / "empty").touch()
     with pytest.raises(ValueError, match="no token"):
         TokenFile(tmp_path / "empty")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ValueError, match="not a regular file"):
+        TokenFile(tmp_path / "fifo")
 
 
 def test_a_file_that_others_can_read_is_warned_of(file: Path, log: pytest.LogCaptureFixture) -> None:
@@ -158,3 +177,20 @@ def test_a_clients_file_is_read_again_when_its_token_is_refused(file: Path, monk
     with pytest.raises(WeightPushError, match="not both") as caught:
         ControlToken("a", file)
     assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_a_client_does_not_wait_for_the_writer_of_a_pipe(file: Path) -> None:
+    token = ControlToken(file=file)
+    file.unlink()
+    os.mkfifo(file)
+    for read in (lambda: token.renewed("old"), lambda: ControlToken(file=file)):
+        with pytest.raises(WeightPushError, match="not a regular file") as caught:
+            read()
+        assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"\xff", "not UTF-8"), (b"x" * 70_000, "larger"), (b"\n", "empty")])
+def test_a_clients_broken_file_is_refused(file: Path, content: bytes, reason: str) -> None:
+    file.write_bytes(content)
+    with pytest.raises(WeightPushError, match=reason):
+        ControlToken(file=file)

@@ -10,9 +10,9 @@ from typing import Final
 
 from weightpush_client.urls import control_token
 from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.token_files import read_token_file
 
 CA_ENV: Final = "WEIGHTPUSH_CA_FILE"
-_MAX_TOKEN_FILE_BYTES: Final = 64 * 1024
 
 # What OpenSSL calls a certificate that holds another name or address.
 _WRONG_NAME: Final = frozenset({62, 64})
@@ -54,10 +54,9 @@ class ControlToken:
 
 def _read(file: Path) -> str:
     try:
-        with file.open(encoding="utf-8") as lines:
-            text = lines.read(_MAX_TOKEN_FILE_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        text, _ = read_token_file(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise _invalid(f"cannot read the token file {file}: {reason}") from None
     # A server's file may hold several tokens during a rotation; any of them is good.
     token = control_token(next((line for line in text.splitlines() if line.strip()), ""))

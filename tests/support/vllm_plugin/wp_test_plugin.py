@@ -9,6 +9,7 @@ It is found through its ``dist-info`` folder, once the folder of this file is on
   processing, ``{"close_once": "text"}`` the first time only, ``{"slow_land_ms": 200}`` delays every landing
   of a bucket, ``{"slow_stored_ms": 200}`` that of stored tensors, ``{"slow_close_ms": 3000}`` delays post-load
   processing, ``{"hold": {"opening": 300}}`` makes a phase of an update last longer (see ``_HELD_BY``),
+  ``{"label": "text"}`` raises when the workers have committed and the server has not,
   ``{"staging_budget": 0}`` leaves so many bytes for host copies, ``{"flip": "model.norm.weight"}`` flips a bit of this
   tensor once, at the next step.
 """
@@ -185,6 +186,14 @@ def _hold_phases(faults: Callable[[], dict[str, Any]]) -> None:
         await reset_caches(self)
 
     Engine.reset_caches = held_reset
+    label = Engine.label
+
+    async def faulty_label(self: Any, weight_version: str) -> None:
+        if (text := faults().get("label")) is not None:
+            raise RuntimeError(text)
+        await label(self, weight_version)
+
+    Engine.label = faulty_label
 
 
 def _flip_bits(faults: Callable[[], dict[str, Any]]) -> None:
