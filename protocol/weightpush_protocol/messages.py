@@ -67,7 +67,7 @@ class InFlight(StrEnum):
     """What becomes of requests that run when an update begins.
 
     ``wait``: let them finish, abort what is left when ``drain_s`` is over. ``abort``: end them now, with what they
-    have. ``keep``: freeze them and let them go on with the new weights (their header then names both versions).
+    have. ``keep``: freeze them and let them go on with the new weights (their header then names all versions in turn).
     """
 
     WAIT = "wait"
