@@ -8,6 +8,7 @@ of the lowest rank that failed, else of rank 0. They are JSON.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,8 +29,6 @@ from weightpush_protocol.transports.groups import brief
 _PATIENCE_S: Final = (0.0005, 0.02)
 #: How often each group was used: keys of one use must not be found by the next.
 _uses: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-#: Gloo groups with a call that nobody waits for any more; it ends with its own time limit.
-_abandoned: list[Any] = []
 
 
 class Kind(IntEnum):
@@ -66,6 +65,7 @@ class Ranks:
         self._group = group
         self._use = _uses[group] = _uses.get(group, 0) + 1
         self._gloo: Any = None
+        self._pending: Any = None
         self._lost: str | None = None
 
     def exchange(self, kind: Kind, body: Any = None, *, wait_s: float | None = None) -> Message:
@@ -85,7 +85,7 @@ class Ranks:
             headers = [torch.zeros(2, dtype=torch.int64) for _ in range(self.size)]
             gathering = AllgatherOptions()
             gathering.timeout = timeout
-            _wait(gloo.allgather([headers], [torch.tensor([kind, len(data)])], gathering))
+            self._wait(gloo.allgather([headers], [torch.tensor([kind, len(data)])], gathering))
             said = [(Kind(int(header[0])), int(header[1])) for header in headers]
             failed = [rank for rank, (other, _) in enumerate(said) if other is Kind.FAILED]
             # Once it is committed, no failure of another rank undoes it.
@@ -98,15 +98,16 @@ class Ranks:
                 telling = BroadcastOptions()
                 telling.timeout = timeout
                 telling.rootRank = speaker
-                _wait(gloo.broadcast([text], telling))
+                self._wait(gloo.broadcast([text], telling))
         except RuntimeError as error:
             self._lost = brief(error)
             self.close()
             raise self._error(self._lost) from error
         except BaseException as error:
-            # Ctrl-C: the call that still runs would be taken for the next one, and Gloo cannot be freed under it.
+            # Ctrl-C: the call that still runs would be taken for the next one.
             self._lost = type(error).__name__
-            _abandoned.append(self._gloo)
+            threading.Thread(target=_free_when_done, args=(self._gloo, self._pending), daemon=True).start()
+            self._gloo = self._pending = None
             raise
         return Message(spoken, speaker, json.loads(bytes(text.tolist())) if size else None)
 
@@ -123,6 +124,16 @@ class Ranks:
             self._gloo = dist.ProcessGroupGloo(prefixed, self.rank, self.size, timeout)
         return self._gloo
 
+    def _wait(self, work: Any) -> None:
+        # Waiting inside Gloo could not be interrupted by Ctrl-C.
+        self._pending = work
+        pause, longest = _PATIENCE_S
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        work.wait()
+        self._pending = None
+
     def _error(self, reason: str) -> PushError:
         return PushError(
             ErrorCode.TRAINER_RANK_LOST,
@@ -131,10 +142,10 @@ class Ranks:
         )
 
 
-def _wait(work: Any) -> None:
-    # Waiting inside Gloo could not be interrupted by Ctrl-C.
-    pause, longest = _PATIENCE_S
-    while not work.is_completed():
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
-    work.wait()
+def _free_when_done(gloo: Any, work: Any) -> None:
+    """Hold a group until its last call has ended: then its connections close, and the other ranks notice.
+
+    A call ends when the late rank comes, or at its time limit; Gloo cannot be freed under it.
+    """
+    while work is not None and not work.is_completed():
+        time.sleep(_PATIENCE_S[1])
