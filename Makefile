@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: setup demo test test-fast faults matrix lint format types lock clean
+.PHONY: setup demo test test-fast test-long faults matrix lint format types lock clean
 
 setup: $(READY)
 
@@ -25,6 +25,10 @@ test: setup
 
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow" tests/unit
+
+# The full numbers of the tests that repeat themselves: 100 pushes, 200 begins, ten kills at each of 13 points.
+test-long: setup
+	WP_TEST_LONG=1 $(BIN)/python -m pytest tests/integration/test_flat_resources.py tests/integration/test_fault_campaign.py
 
 # Pushes under traffic, each with a fault at a random point; prints faults and outcomes, exit code 1 on any violation.
 # Options: make faults ARGS="--pushes 500 --seed 7 --mode direct --transport http,gloo --only kill_trainer"

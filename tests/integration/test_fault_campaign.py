@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,13 @@ from faults.campaign import Campaign, event_log
 from faults.plan import SERVER_KILLS, Choice, Fault, Point, Shot, plan
 from faults.report import Report
 from integration.conftest import Checkpoints
+from support.effort import LONG
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SEED = 20
-#: Trainers killed at each point; more of them take a minute each for all points.
-KILLS = int(os.environ.get("WP_TEST_KILLS", "2"))
+#: Trainers killed at each point.
+KILLS = 10 if LONG else 1
 #: Where a trainer can be killed, by mode; phases that both modes go through in the same way are met in one of them.
 _PLACES: dict[str, list[Point]] = {
     "direct": [point for point in Point if point is not Point.LANDING],
