@@ -109,13 +109,11 @@ class Coordinator:
         nbytes = await asyncio.to_thread(lambda: request.manifest.nbytes)
 
         def make(control: ControlRecord) -> UpdateRecord:
-            # Where nothing is served meanwhile, there is nothing to be gained by staging.
-            mode = request.mode if control.state is ServerState.SERVING else UpdateMode.DIRECT
             return UpdateRecord(
                 update_id=update_id,
                 epoch=control.epoch,
                 request_digest=digest,
-                mode=mode,
+                mode=control.mode_for(request.mode),
                 origin=control.state,
                 weight_version=request.weight_version,
                 transport=request.transport.name,

@@ -17,7 +17,6 @@ from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import NAMED_OFFENDERS, Manifest
 from weightpush_protocol.messages import BeginRequest, DigestKind, DiskReloadRequest, FinishAnswer, UpdateMode
-from weightpush_protocol.state import ServerState
 from weightpush_protocol.transports.base import TransportConfig
 from weightpush_server.disk import DiskCheckpoint, resolve_directory
 from weightpush_server.engine import swallow
@@ -74,13 +73,11 @@ class DiskReloads:
         limit_s = request.deadlines.commit_s
 
         def make(control: ControlRecord) -> UpdateRecord:
-            # Where nothing is served meanwhile, there is nothing to be gained by staging.
-            mode = request.mode if control.state is ServerState.SERVING else UpdateMode.DIRECT
             return UpdateRecord(
                 update_id=update_id,
                 epoch=control.epoch,
                 request_digest=digest,
-                mode=mode,
+                mode=control.mode_for(request.mode),
                 origin=control.state,
                 weight_version=request.weight_version,
                 transport=FROM_DISK,

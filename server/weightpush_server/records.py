@@ -171,6 +171,10 @@ class ControlRecord(BaseModel):
         origin = self.update.origin if self.update is not None else self.state
         self.state = next_state(self.state, event, origin=origin)
 
+    def mode_for(self, asked: UpdateMode) -> UpdateMode:
+        """Return how an update is carried out: where nothing is served meanwhile, staging would gain nothing."""
+        return asked if self.state is ServerState.SERVING else UpdateMode.DIRECT
+
     def stage(self) -> None:
         """Go to ``STAGING``: the old weights serve on while the new ones arrive."""
         self._running()
