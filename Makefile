@@ -20,8 +20,11 @@ $(READY): requirements/cpu.txt pyproject.toml
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# Two processes, a file of tests to each in turn: much of the time goes into waiting for servers to start.
+# One after another, for a debugger: make test TEST_PROCESSES=0
+TEST_PROCESSES := 2
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow" tests/unit

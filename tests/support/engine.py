@@ -20,6 +20,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models.transformers.base import Base
 
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_server.loader import INNER_FORMAT_KEY, LOAD_FORMAT, POLICY_KEY, SELF_CHECK_KEY, register_loader
@@ -64,12 +65,39 @@ def engine_environment() -> Iterator[None]:
 
 
 @contextmanager
+def classes_put_back() -> Iterator[None]:
+    """Give transformers its own classes back: vLLM's transformers backend decorates them in place, and for good."""
+    before: dict[type, tuple[tuple[type, ...], dict[str, Any]]] = {}
+    decorate = Base._decorate_cls_for_torch_compile
+
+    def recorded(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
+        before.setdefault(cls, (cls.__bases__, dict(vars(cls))))
+        decorate(self, cls, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Base, "_decorate_cls_for_torch_compile", recorded)
+        yield
+    for cls, (bases, attributes) in before.items():
+        cls.__bases__ = bases
+        for name in [name for name, value in vars(cls).items() if attributes.get(name) is not value]:
+            if name in attributes:
+                setattr(cls, name, attributes[name])
+            else:
+                delattr(cls, name)
+
+
+@contextmanager
 def engine(
     checkpoint: Path, *, inner_format: str = "auto", policy: str = "scratch", self_check: bool = True, **options: Any
 ) -> Iterator[Engine]:
     """Run an engine on ``checkpoint`` in this process; one at a time, since they share vLLM's process groups."""
     assert not model_parallel_is_initialized(), "another engine runs in this process"
     register_loader()
+    with classes_put_back():
+        yield from _engine(checkpoint, inner_format=inner_format, policy=policy, self_check=self_check, **options)
+
+
+def _engine(checkpoint: Path, *, inner_format: str, policy: str, self_check: bool, **options: Any) -> Iterator[Engine]:
     llm = LLM(
         str(checkpoint),
         load_format=LOAD_FORMAT,
