@@ -34,7 +34,7 @@ CHEAP_ENVIRONMENT = {
     "WP_TEST_STEP_MS": "10",
 }
 CHEAP_ARGUMENTS = ("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "256", "--dtype", "bfloat16")
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 480
 
 
 def free_port() -> int:
