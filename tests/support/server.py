@@ -164,7 +164,11 @@ class ServerProcess:
         self._process.wait(10)
 
     def __enter__(self) -> ServerProcess:
-        return self.start().wait_ready()
+        try:
+            return self.start().wait_ready()
+        except BaseException:
+            self.stop()  # Nobody else will: a block that was not entered is not left either.
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.stop()
