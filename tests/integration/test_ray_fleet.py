@@ -25,7 +25,7 @@ from support.server import CHEAP_ARGUMENTS, CHEAP_ENVIRONMENT, PLUGIN_FOLDER
 from weightpush_client import ErrorCode, WeightPushError
 from weightpush_client.ray import ReplicaState, ServerFleet
 
-pytestmark = [pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(1200)]
 
 CPUS = 8
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy" / "ray"
@@ -107,7 +107,7 @@ def fleet(cluster: None, checkpoints: Any, marker: str) -> Iterator[ServerFleet]
         replicas=2,
         server_args=SERVER_ARGS,
         env={**server_environment(), name: value},
-        start_timeout_s=400,
+        start_timeout_s=700,
     )
     yield made
     made.shutdown()
@@ -172,7 +172,7 @@ def test_a_push_reaches_all_and_whoever_dies_comes_back(fleet: ServerFleet, chec
         assert nobody.value.code is ErrorCode.UNREACHABLE
 
         # Both come back by themselves, as other servers, and serve nothing until weights come.
-        fleet.wait_up(timeout_s=400)
+        fleet.wait_up(timeout_s=600)
         after = fleet.status()
         assert states(fleet) == ["awaiting_weights", "awaiting_weights"]
         assert [(status.restarts, status.actor_restarted) for status in after] == [(1, False), (0, True)]
@@ -225,7 +225,7 @@ def test_a_failed_launch_names_the_replica_and_leaves_nothing(
             placement=group,
             server_args=SERVER_ARGS,
             env={**server_environment(), name: value},
-            start_timeout_s=300,
+            start_timeout_s=600,
         )
     assert bad_model.value.code is ErrorCode.LAUNCH_FAILED
     assert "replica 0 is not up: replica 0 (node " in bad_model.value.message
