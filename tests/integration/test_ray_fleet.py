@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.timeout(1200)]
 CPUS = 8
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy" / "ray"
 SERVER_ARGS = (*CHEAP_ARGUMENTS, "--distributed-executor-backend", "uni")
-RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false"}
+#: Ray would end actors while other tests fill the machine's memory.
+RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
 
 
 def server_environment() -> dict[str, str]:
@@ -203,6 +204,8 @@ def test_a_trainer_of_several_actors_pushes(fleet: ServerFleet, checkpoints: Any
     # Trained weights differ, and every answer carries the version of its step.
     reports = job.train(trainers, fleet, steps=2)
     ray.get([trainer.leave.remote() for trainer in trainers])
+    for trainer in trainers:
+        ray.kill(trainer)
     assert [report.weight_version for report in reports] == ["step-1", "step-2"]
     assert len({whole.servers[0].fingerprint, *(report.servers[0].fingerprint for report in reports)}) == 3
     assert versions(fleet) == ["step-2", "step-2"]
