@@ -30,8 +30,12 @@ pytestmark = [pytest.mark.timeout(1200)]
 CPUS = 8
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy" / "ray"
 SERVER_ARGS = (*CHEAP_ARGUMENTS, "--distributed-executor-backend", "uni")
-#: Ray would end actors while other tests fill the machine's memory.
-RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
+#: Ray would end actors while other tests fill the machine's memory, and has its workers stand back behind them.
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",
+}
 
 
 def server_environment() -> dict[str, str]:
