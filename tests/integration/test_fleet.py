@@ -16,7 +16,7 @@ from integration.conftest import PROMPTS, TOKEN, Checkpoints
 from support.raw import read_tensors
 from support.server import ServerProcess
 from support.traffic import Traffic
-from weightpush_client import ErrorCode, PushError, PushPhase, PushProgress, PushReport, WeightPusher
+from weightpush_client import ErrorCode, PushError, PushPhase, PushProgress, PushReport, WeightPusher, http
 from weightpush_client.sources import open_source
 from weightpush_protocol.messages import Deadlines
 
@@ -44,7 +44,7 @@ class Servers:
 @pytest.fixture(scope="module")
 def three(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     # One that is killed comes back by itself, and awaits weights.
-    options = ["--restart-on-failure", "20"]
+    options = ["--restart-on-failure", "20", "--staging-budget-mb", "64"]
     servers = [
         ServerProcess(checkpoints.a, options, folder=tmp_path_factory.mktemp(f"fleet-{number}"), token=TOKEN)
         for number in range(3)
@@ -187,7 +187,7 @@ def test_exclude_commits_on_the_others_and_catch_up_takes_it_back(
         serves(server, "B", cold_b)
 
 
-def test_exclude_in_staged_mode_costs_the_others_not_one_request(
+def test_exclude_in_staged_mode_lets_the_old_version_serve_until_all_is_there(
     three: Servers, fleet: list[ServerProcess], checkpoints: Checkpoints, cold_b: dict[str, str]
 ) -> None:
     first, broken, last = fleet
@@ -330,8 +330,9 @@ def open_pairs(checkpoints: Checkpoints) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def test_a_server_that_hangs_is_given_up_and_loses_its_lease(
-    fleet: list[ServerProcess], checkpoints: Checkpoints, cold_b: dict[str, str]
+    fleet: list[ServerProcess], checkpoints: Checkpoints, cold_b: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(http, "STATUS_S", 5.0)
     first, stuck, last = fleet
     deadlines = Deadlines(bucket_s=6, lease_s=4, commit_s=20, rendezvous_s=20)
     with pusher_for(fleet, on_server_failure="exclude", deadlines=deadlines) as pusher:
