@@ -40,6 +40,8 @@ from weightpush_protocol.messages import (
     LastUpdate,
     ManifestAnswer,
     PlanSummary,
+    PrepareAnswer,
+    PrepareRequest,
     RollbackRequest,
     Status,
     StreamAnswer,
@@ -128,6 +130,7 @@ class _Update:
         self.tensors: dict[str, torch.Tensor] = {}
         self.buckets: set[int] = set()
         self.pending: asyncio.Task[None] | None = None
+        self.prepared = False
 
 
 class ContractServer:
@@ -157,6 +160,8 @@ class ContractServer:
         self.rollbacks: list[RollbackRequest] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.ended: dict[str, str] = {}
+        #: Of buckets, as they came: bodies with their headers.
+        self.bytes_received = 0
         self.protocol = PROTOCOL_VERSION
         self._token = token
         self._state = ServerState.SERVING
@@ -203,6 +208,7 @@ class ContractServer:
             ("GET", "events"),
             ("POST", "begin"),
             ("POST", "stream"),
+            ("POST", "prepare"),
             ("POST", "finish"),
             ("POST", "abort"),
             ("POST", "rollback"),
@@ -253,7 +259,7 @@ class ContractServer:
             update_id=str(request.update_id),
             epoch=update.epoch,
             mode=request.mode,
-            phase=Phase.RECEIVING,
+            phase=Phase.PREPARED if update.prepared else Phase.RECEIVING,
             weight_version=request.weight_version,
             transport=request.transport.name,
             in_flight=request.in_flight,
@@ -346,6 +352,7 @@ class ContractServer:
                 raise WeightPushError(ErrorCode.BUCKET_OUT_OF_ORDER, f"bucket {number} came twice")
             update.buckets.add(number)
             body = await request.body()
+            self.bytes_received += len(body)
             header = parse_header(body, total_bytes=len(body))
             named, digests = digests_from_metadata(header.metadata)
             if named != number:
@@ -370,7 +377,9 @@ class ContractServer:
             for copy in copies:
                 if isinstance(copy, BaseException):
                     raise copy
-                self._land(update, number, bytes(copy) if isinstance(copy, bytes) else copy.numpy().tobytes(), digests)
+                data = bytes(copy) if isinstance(copy, bytes) else copy.numpy().tobytes()
+                self.bytes_received += len(data)
+                self._land(update, number, data, digests)
         except WeightPushError as error:
             self._end(error)
 
@@ -383,6 +392,14 @@ class ContractServer:
                 self._end(error)
                 raise error
             update.tensors[spec.name] = tensor.view(spec.torch_dtype).view(spec.shape)
+
+    async def _prepare(self, request: Request) -> Response:
+        prepare = PrepareRequest.model_validate_json(await request.body())
+        update = self._active(prepare.update_id, prepare.epoch)
+        await self._settled(update)
+        update.prepared = True
+        answer = PrepareAnswer(update_id=prepare.update_id, epoch=update.epoch, fingerprint="f" * 16)
+        return Response(answer.model_dump_json(), media_type="application/json")
 
     async def _finish(self, request: Request) -> Response:
         finish = FinishRequest.model_validate_json(await request.body())

@@ -28,6 +28,8 @@ from weightpush_protocol.messages import (
     FinishAnswer,
     FinishRequest,
     ManifestAnswer,
+    PrepareAnswer,
+    PrepareRequest,
     RollbackRequest,
     Status,
     StreamAnswer,
@@ -50,7 +52,8 @@ SILENCE_S: Final = 30.0
 
 # uvicorn closes idle connections after 5 s: give them up before it does.
 _KEEPALIVE_S = 3.0
-_CONNECT_S = 10.0
+#: Whoever is there accepts at once, however busy; a host that is gone must not hold up the others.
+_CONNECT_S = 4.0
 _BACKOFF_S = (0.05, 0.4)
 _CHUNK_BYTES = 2**20
 _MAX_ANSWER_BYTES = 256 * 2**20
@@ -152,6 +155,10 @@ class ServerApi:
             stream=chunks,
             length=sum(len(part) for part in parts),
         )
+
+    async def prepare(self, request: PrepareRequest, timeout_s: float) -> PrepareAnswer:
+        """Take the update as far as it goes without committing it."""
+        return await self._call("POST", "/reload/prepare", PrepareAnswer, timeout_s, body=request)
 
     async def finish(self, request: FinishRequest, timeout_s: float) -> FinishAnswer:
         """Commit the update; the answer comes when the new weights serve."""
