@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-import httpx
 import ray
 import transformers
 
@@ -26,7 +25,7 @@ from weightpush_client.ray import ServerFleet
 PROMPTS: Final = 32
 ANSWERS: Final = 8
 #: How long a killed server may take to be up again.
-BACK_S: Final = 300
+BACK_S: Final = 300.0
 
 #: vLLM on a few CPU cores, as quickly as it starts. float32, so that servers and trainer can be compared exactly.
 SERVER_OPTIONS: Final = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "128")
@@ -63,7 +62,7 @@ def train(settings: Settings, folder: Path, tell: Callable[[str], None] = print)
 
     Raises:
         RolloutError: no server answered, or one answered with the wrong weights.
-        PushError: a push that no server committed.
+        WeightPushError: the servers did not start, none of them took a push, or a killed one stayed away.
     """
     transformers.utils.logging.disable_progress_bar()
     save_model(make_model(settings.seed), folder)
@@ -179,18 +178,6 @@ class _Loop:
 
     def _wait_until_all_are_back(self) -> None:
         started = time.monotonic()
-        while not _all_up(urls := self._fleet.urls(), self._settings.servers):
-            if time.monotonic() - started > BACK_S:
-                raise RolloutError(f"{self._settings.servers} servers should be up again after {BACK_S} s, not {urls}")
-            time.sleep(0.5)
+        self._fleet.wait_up(timeout_s=BACK_S)
         waited = time.monotonic() - started
         self._tell(f"     waited {waited:.0f} s for the killed server, so that the last {ENDS} steps are made with it")
-
-
-def _all_up(urls: Sequence[str], count: int) -> bool:
-    """Whether ``count`` servers answer and wait for weights or serve."""
-    try:
-        states = [httpx.get(f"{url}/reload/status", trust_env=False, timeout=5).json()["state"] for url in urls]
-    except httpx.TransportError:
-        return False
-    return len(states) == count and set(states) <= {"serving", "awaiting_weights"}
