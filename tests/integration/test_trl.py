@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.recipes import run_recipe
 from support.server import ServerProcess
 from support.tiny import tiny_model
 
@@ -22,16 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:trl"),
 ]
 
-RECIPES = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 STEPS = 3
-
-
-def recipe(heading: str) -> str:
-    """Return the first Python block below a heading of docs/integrations.md."""
-    section = RECIPES.read_text().split(f"\n## {heading}", 1)[1]
-    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert found is not None
-    return found[1]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +96,7 @@ def differences(log: list[dict[str, Any]]) -> list[float]:
 def test_the_server_samples_from_the_weights_of_the_step(
     server: ServerProcess, train: Callable[[], list[dict[str, Any]]]
 ) -> None:
-    exec(compile(recipe("TRL: GRPOTrainer"), str(RECIPES), "exec"), {"__name__": "recipe"})
+    run_recipe("TRL: GRPOTrainer")
     pushed = differences(train())
     assert len(pushed) == STEPS
     assert max(pushed) < 1e-4
@@ -116,9 +107,7 @@ def test_the_server_samples_from_the_weights_of_the_step(
 def test_without_pushes_it_does_not(
     server: ServerProcess, train: Callable[[], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names: dict[str, Any] = {"__name__": "recipe"}
-    exec(compile(recipe("TRL: GRPOTrainer"), str(RECIPES), "exec"), names)
-    generation = names["PushedGeneration"]
+    generation = run_recipe("TRL: GRPOTrainer")["PushedGeneration"]
     push, calls = generation.sync_weights, []
 
     def push_once(self: Any) -> None:
