@@ -179,6 +179,25 @@ class StreamAnswer(_Answer):
     bytes_total: int
 
 
+class PrepareRequest(_Request):
+    """``POST /reload/prepare``: all bytes have left; go as far as possible without serving the new weights."""
+
+    update_id: UpdateId
+    epoch: Epoch | None = None
+
+
+class PrepareAnswer(_Answer):
+    """Nothing is left but what ``finish`` alone may do.
+
+    ``fingerprint`` is that of the new weights where they are in the model already; None for a staged update, whose
+    bytes are complete and checked, but land in ``finish``.
+    """
+
+    update_id: str
+    epoch: int
+    fingerprint: str | None = None
+
+
 class FinishRequest(_Request):
     """``POST /reload/finish``."""
 

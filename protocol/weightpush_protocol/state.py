@@ -57,6 +57,7 @@ class Phase(StrEnum):
     LANDING = "landing"
     CLOSING = "closing"
     RESETTING_CACHES = "resetting_caches"
+    PREPARED = "prepared"
     PUBLISHING = "publishing"
 
 

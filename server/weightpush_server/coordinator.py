@@ -19,6 +19,8 @@ from weightpush_protocol.messages import (
     FinishRequest,
     LastError,
     ManifestAnswer,
+    PrepareAnswer,
+    PrepareRequest,
     RollbackRequest,
     Status,
     StreamAnswer,
@@ -30,6 +32,7 @@ from weightpush_protocol.messages import (
 )
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_protocol.transports.http import LENGTH_BYTES, header_bytes, parse_header
+from weightpush_server.completion import Completion
 from weightpush_server.disk_reload import DiskReloads
 from weightpush_server.engine import Engine
 from weightpush_server.lifecycle import POLL_S, UpdateLifecycle
@@ -57,6 +60,7 @@ class Coordinator:
         self._engine = engine
         self._life = lifecycle
         self._publisher = Publisher(shared, engine, lifecycle)
+        self._completion = Completion(shared, lifecycle, self._publisher)
         self._stored = StoredUpdates(engine, lifecycle, self._publisher)
         self._disk = DiskReloads(reload_roots, shared, lifecycle, self._stored)
 
@@ -130,7 +134,7 @@ class Coordinator:
             return await self._join_begin(update_id)
         if update.mode is not request.mode:
             body = await asyncio.to_thread(request.model_copy(update={"mode": update.mode}).model_dump_json)
-        return await self._life.step(update_id, self._prepare(update, body, request))
+        return await self._life.step(update_id, self._open(update, body, request))
 
     async def _join_begin(self, update_id: str) -> BeginAnswer:
         """Wait for a ``begin`` that another process works on."""
@@ -140,7 +144,7 @@ class Coordinator:
                 return answer
             await asyncio.sleep(POLL_S)
 
-    async def _prepare(self, update: UpdateRecord, body: str, request: BeginRequest) -> BeginAnswer:
+    async def _open(self, update: UpdateRecord, body: str, request: BeginRequest) -> BeginAnswer:
         update_id, epoch, deadlines = update.update_id, update.epoch, request.deadlines
         self._check_ranks(request)
         checked = await self._life.rpc(update_id, deadlines.commit_s, "weightpush_check", epoch, body)
@@ -265,60 +269,15 @@ class Coordinator:
             bytes_total=update.bytes_total,
         )
 
-    # finish
+    # prepare and finish
+
+    async def prepare(self, request: PrepareRequest) -> PrepareAnswer:
+        """Take an update as far as it goes before the new weights serve, see ``Completion.prepare``."""
+        return await self._completion.prepare(request)
 
     async def finish(self, request: FinishRequest) -> FinishAnswer:
-        """Close, prove, reset caches, publish, resume."""
-        answer = self._life.answer(request.update_id)
-        if answer is not None:
-            return answer
-        return await self._life.once(("finish", request.update_id), lambda: self._finish(request))
-
-    async def _finish(self, request: FinishRequest) -> FinishAnswer:
-        update_id = request.update_id
-        with self._life.change(update_id, request.epoch) as (control, update):
-            mine = not update.finishing
-            if mine:
-                self._check_complete(control, update)
-                update.finishing = True
-        if not mine:
-            return await self._life.committed(update_id)
-        return await self._life.step(update_id, self._commit(update))
-
-    def _check_complete(self, control: ControlRecord, update: UpdateRecord) -> None:
-        """Refuse a premature ``finish``; the update goes on."""
-        workers = [worker for worker in self._shared.worker_records() if worker.epoch == update.epoch]
-        announced, total = update.buckets_announced, update.buckets_total
-        tensors = min((worker.tensors_done for worker in workers), default=0)
-        complete = announced == total if total else tensors == update.tensors_total
-        if update.phase is Phase.RECEIVING and complete:
-            return
-        missing = f"{announced} of {total} buckets" if total else f"{tensors} of {update.tensors_total} tensors"
-        raise WeightPushError(
-            ErrorCode.INCOMPLETE_UPDATE,
-            f"update {update.update_id} is not complete: {missing} came; send the rest, or abort",
-            update_id=update.update_id,
-            state=control.state,
-        )
-
-    async def _commit(self, update: UpdateRecord) -> FinishAnswer:
-        update_id, deadlines = update.update_id, update.deadlines
-        await self._life.workers(
-            update_id,
-            lambda worker: worker.tensors_done >= update.tensors_total,
-            deadlines.bucket_s,
-            ErrorCode.DEADLINE_EXCEEDED,
-        )
-        if update.mode is UpdateMode.DIRECT:
-            return await self._publisher.publish(update)
-        # All that can be done while the old weights serve: the pause is for what is left.
-        answers = await self._life.rpc(update_id, deadlines.commit_s, "weightpush_staged", update.epoch)
-        stored = next(answer["stored"] for answer in answers if "stored" in answer)
-        await self._life.rpc(
-            update_id, deadlines.commit_s, "weightpush_stored", update.epoch, update.weight_version, stored, False
-        )
-        await self._publisher.close_gate_and_drain(update_id)
-        return await self._publisher.land_and_publish(update)
+        """Commit an update, see ``Completion.finish``."""
+        return await self._completion.finish(request)
 
     # disk and rollback
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import FinishAnswer, InFlight
@@ -23,6 +23,7 @@ _PUBLISH_S: Final = 30.0
 _SETTLE_S: Final = 5.0
 
 Hook = Callable[[], Awaitable[None]]
+_T = TypeVar("_T")
 
 
 class Publisher:
@@ -69,11 +70,17 @@ class Publisher:
 
         return await self._within_commit(update, work())
 
-    async def publish(self, update: UpdateRecord) -> FinishAnswer:
-        """Close the model, prove it, reset caches, publish the version and resume, within ``commit_s``."""
+    async def prove(self, update: UpdateRecord) -> str:
+        """Close the model, prove it and reset caches, within ``commit_s``; return the fingerprint."""
+        return await self._within_commit(update, self._close(update))
+
+    async def publish(self, update: UpdateRecord, fingerprint: str | None) -> FinishAnswer:
+        """Publish the version and resume, within ``commit_s``; before that, `prove` what has no ``fingerprint`` yet."""
+        if fingerprint is not None:
+            return await self._within_commit(update, self._publish(update, fingerprint))
         return await self._within_commit(update, self._close_and_publish(update))
 
-    async def _within_commit(self, update: UpdateRecord, work: Coroutine[Any, Any, FinishAnswer]) -> FinishAnswer:
+    async def _within_commit(self, update: UpdateRecord, work: Coroutine[Any, Any, _T]) -> _T:
         # Never cancelled: an RPC that is given up goes on in the worker, where the epoch keeps it from doing harm.
         publishing = asyncio.ensure_future(work)
         done, _ = await asyncio.wait({publishing}, timeout=update.deadlines.commit_s)
@@ -89,12 +96,17 @@ class Publisher:
         return publishing.result()
 
     async def _close_and_publish(self, update: UpdateRecord) -> FinishAnswer:
-        update_id, epoch = update.update_id, update.epoch
-        self._life.enter(update_id, Phase.CLOSING)
-        proofs = await self._engine.call("weightpush_close", epoch)
-        fingerprint = combine_fingerprints([proof["fingerprint"] for proof in proofs])
-        self._life.enter(update_id, Phase.RESETTING_CACHES)
+        return await self._publish(update, await self._close(update))
+
+    async def _close(self, update: UpdateRecord) -> str:
+        self._life.enter(update.update_id, Phase.CLOSING)
+        proofs = await self._engine.call("weightpush_close", update.epoch)
+        self._life.enter(update.update_id, Phase.RESETTING_CACHES)
         await self._engine.reset_caches()
+        return combine_fingerprints([proof["fingerprint"] for proof in proofs])
+
+    async def _publish(self, update: UpdateRecord, fingerprint: str) -> FinishAnswer:
+        update_id, epoch = update.update_id, update.epoch
         self._life.enter(update_id, Phase.PUBLISHING)
         if update.in_flight is not InFlight.KEEP:
             # Whatever reached the paused engine unseen was promised the old weights: it must not run on the new ones.

@@ -21,6 +21,7 @@ from weightpush_protocol.messages import (
     InFlight,
     LastError,
     LastUpdate,
+    PrepareAnswer,
     UpdateMode,
     utc_now,
 )
@@ -85,6 +86,8 @@ class UpdateRecord(BaseModel):
     #: API processes end the requests that they still carry for this update.
     evict: bool = False
     begin_answer: BeginAnswer | None = None
+    preparing: bool = False
+    prepare_answer: PrepareAnswer | None = None
     finishing: bool = False
     #: The kept copy that lands again: a rollback.
     restores: CopyRole | None = None
@@ -92,6 +95,13 @@ class UpdateRecord(BaseModel):
     undoes: str | None = None
     #: Set when the update is lost: nobody goes on with it while its failure is being carried out.
     failure: ErrorDetail | None = None
+
+    @property
+    def awaits_trainer(self) -> bool:
+        """Whether the next step is the trainer's; in every other phase the server itself is at work."""
+        if self.phase is Phase.PREPARED:
+            return not self.finishing
+        return self.phase is Phase.RECEIVING and not (self.preparing or self.finishing)
 
     def enter(self, phase: Phase) -> None:
         """Go on to ``phase`` and book the time that the last one took, in seconds."""
@@ -112,7 +122,7 @@ class UpdateRecord(BaseModel):
         if as_body != (self.transport == "http"):
             came = "came as a request body" if as_body else "was announced"
             raise self._bucket_error(bucket, f"{came}, but this update goes over {self.transport}")
-        if self.phase is not Phase.RECEIVING or self.finishing:
+        if self.phase is not Phase.RECEIVING or self.preparing or self.finishing:
             raise self._bucket_error(bucket, f"came while the update was {self.phase.value}")
         if self.buckets_total and bucket >= self.buckets_total:
             raise self._bucket_error(bucket, f"is beyond the plan of {self.buckets_total} buckets")

@@ -25,6 +25,8 @@ from weightpush_protocol.messages import (
     FinishAnswer,
     FinishRequest,
     ManifestAnswer,
+    PrepareAnswer,
+    PrepareRequest,
     RollbackRequest,
     Status,
     StreamAnswer,
@@ -200,6 +202,14 @@ async def _spooled(request: Request, context: ServerContext, where: _StreamQuery
         if error.code is ErrorCode.SLOW_BODY:
             await coordinator.lose(update, error)
         raise
+
+
+@router.post("/prepare", responses=responses(PrepareAnswer), openapi_extra=json_body(PrepareRequest))
+async def prepare(request: Request) -> Response:
+    """Do all of finish that can be done before the new weights serve; with several servers, the call before it."""
+    context = _context(request)
+    body = await _small_body(request, PrepareRequest)
+    return _json(await context.coordinator.prepare(body))
 
 
 @router.post("/finish", responses=responses(FinishAnswer), openapi_extra=json_body(FinishRequest))

@@ -6,7 +6,6 @@ import asyncio
 import time
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.state import Phase
 from weightpush_server.engine import Engine
 from weightpush_server.gate import Gate
 from weightpush_server.lifecycle import UpdateLifecycle
@@ -48,8 +47,8 @@ class Watchdog:
             return WeightPushError(ErrorCode.WORKER_LOST, "vLLM's engine died during the update; restart the server")
         if (error := self._life.worker_error(update)) is not None:
             return error
-        # In every other phase the server itself is at work, under a deadline of its own.
-        if update.phase is Phase.RECEIVING and not update.finishing:
+        # Else the server itself is at work, under a deadline of its own.
+        if update.awaits_trainer:
             silent = time.monotonic() - self._last_sign(update)
             if silent > self._patience(update):
                 return WeightPushError(

@@ -40,6 +40,8 @@ from weightpush_protocol.messages import (
     LastUpdate,
     ManifestAnswer,
     PlanSummary,
+    PrepareAnswer,
+    PrepareRequest,
     RollbackRequest,
     Status,
     StreamAnswer,
@@ -128,6 +130,7 @@ class _Update:
         self.tensors: dict[str, torch.Tensor] = {}
         self.buckets: set[int] = set()
         self.pending: asyncio.Task[None] | None = None
+        self.prepared = False
 
 
 class ContractServer:
@@ -203,6 +206,7 @@ class ContractServer:
             ("GET", "events"),
             ("POST", "begin"),
             ("POST", "stream"),
+            ("POST", "prepare"),
             ("POST", "finish"),
             ("POST", "abort"),
             ("POST", "rollback"),
@@ -253,7 +257,7 @@ class ContractServer:
             update_id=str(request.update_id),
             epoch=update.epoch,
             mode=request.mode,
-            phase=Phase.RECEIVING,
+            phase=Phase.PREPARED if update.prepared else Phase.RECEIVING,
             weight_version=request.weight_version,
             transport=request.transport.name,
             in_flight=request.in_flight,
@@ -383,6 +387,14 @@ class ContractServer:
                 self._end(error)
                 raise error
             update.tensors[spec.name] = tensor.view(spec.torch_dtype).view(spec.shape)
+
+    async def _prepare(self, request: Request) -> Response:
+        prepare = PrepareRequest.model_validate_json(await request.body())
+        update = self._active(prepare.update_id, prepare.epoch)
+        await self._settled(update)
+        update.prepared = True
+        answer = PrepareAnswer(update_id=prepare.update_id, epoch=update.epoch, fingerprint="f" * 16)
+        return Response(answer.model_dump_json(), media_type="application/json")
 
     async def _finish(self, request: Request) -> Response:
         finish = FinishRequest.model_validate_json(await request.body())

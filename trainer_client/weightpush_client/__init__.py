@@ -10,8 +10,11 @@
 Imports torch and httpx; never vLLM, FastAPI or ray.
 """
 
+from weightpush_client.background import PushHandle
+from weightpush_client.policy import OnServerFailure
 from weightpush_client.pusher import WeightPusher
 from weightpush_client.report import (
+    ExcludedServer,
     PhaseSeconds,
     PushError,
     PushPhase,
@@ -27,9 +30,12 @@ __all__ = [
     "Deadlines",
     "DigestKind",
     "ErrorCode",
+    "ExcludedServer",
     "InFlight",
+    "OnServerFailure",
     "PhaseSeconds",
     "PushError",
+    "PushHandle",
     "PushPhase",
     "PushProgress",
     "PushReport",

@@ -104,20 +104,48 @@ def agreed_manifest(manifests: Sequence[tuple[str, ManifestAnswer]]) -> Manifest
     Raises:
         WeightPushError: ``manifest_rejected``: two servers expect different checkpoints; the first difference is named.
     """
-    first_url, first = manifests[0]
-    for url, other in manifests[1:]:
-        for kind in ("tensors", "optional"):
-            ours = {spec.name: spec for spec in getattr(first, kind)}
-            theirs = {spec.name: spec for spec in getattr(other, kind)}
-            for name in [*ours, *theirs]:
-                if ours.get(name) != theirs.get(name):
-                    raise WeightPushError(
-                        ErrorCode.MANIFEST_REJECTED,
-                        f"the servers expect different checkpoints, first at {name!r}: {first_url} expects "
-                        f"{_describe(ours.get(name))}, {url} expects {_describe(theirs.get(name))}",
-                        details={"tensor": name, "servers": [first_url, url]},
-                    )
-    return first
+    for other in manifests[1:]:
+        if (error := _difference(manifests[0], other)) is not None:
+            raise error
+    return manifests[0][1]
+
+
+def _difference(first: tuple[str, ManifestAnswer], second: tuple[str, ManifestAnswer]) -> WeightPushError | None:
+    for kind in ("tensors", "optional"):
+        ours = {spec.name: spec for spec in getattr(first[1], kind)}
+        theirs = {spec.name: spec for spec in getattr(second[1], kind)}
+        if ours == theirs:
+            continue
+        name = next(name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name))
+        return WeightPushError(
+            ErrorCode.MANIFEST_REJECTED,
+            f"the servers expect different checkpoints, first at {name!r}: {first[0]} expects "
+            f"{_describe(ours.get(name))}, {second[0]} expects {_describe(theirs.get(name))}",
+            details={"tensor": name, "servers": [first[0], second[0]]},
+        )
+    return None
+
+
+def majority(manifests: Sequence[tuple[str, ManifestAnswer]]) -> tuple[ManifestAnswer, dict[str, WeightPushError]]:
+    """Return the checkpoint that most servers expect, and by address why each of the others does not fit.
+
+    Raises:
+        WeightPushError: ``manifest_rejected``: there is no majority; the first difference is named.
+    """
+    alike: list[list[tuple[str, ManifestAnswer]]] = []
+    for pair in manifests:
+        for group in alike:
+            if _difference(group[0], pair) is None:
+                group.append(pair)
+                break
+        else:
+            alike.append([pair])
+    alike.sort(key=len, reverse=True)
+    most, *others = alike
+    refused = {pair[0]: error for group in others for pair in group if (error := _difference(most[0], pair))}
+    if others and len(others[0]) == len(most):
+        raise next(iter(refused.values()))
+    return most[0][1], refused
 
 
 def _describe(spec: TensorSpec | None) -> str:

@@ -1,6 +1,7 @@
 """The command ``weightpush``: serve, push, rollback, status, watch, verify, abort.
 
-Exit codes: 0 done, 1 the push failed or a server does not serve, 2 unreachable or wrong usage, 130 Ctrl-C.
+Exit codes: 0 done, 1 the push failed or a server does not serve, 2 unreachable or wrong usage, 3 pushed, but not to all
+servers, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ A first push, in three terminals:
   weightpush push ./checkpoint --url localhost:8000 --version step-1
 
 \b
-Exit codes: 0 done; 1 the push failed or a server does not serve; 2 unreachable or wrong usage.
+Exit codes: 0 done; 1 the push failed or a server does not serve; 2 unreachable or wrong usage; 3 pushed, but servers
+were excluded.
 The control token comes from WEIGHTPUSH_CONTROL_TOKEN or from --token-file.
 """
 

@@ -16,6 +16,8 @@ from weightpush_protocol.errors import ErrorCode, WeightPushError
 
 FAILED_EXIT: Final = 1
 UNREACHABLE_EXIT: Final = 2
+#: The push was committed, but not by all servers.
+EXCLUDED_EXIT: Final = 3
 # Offenders that the terminal shows; the server's answer holds more.
 _SHOWN: Final = 20
 _FILE_WIDTH: Final = 200

@@ -12,6 +12,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from weightpush_client.cli_common import (
+    EXCLUDED_EXIT,
     CaFileOption,
     ClientCertOption,
     TokenFileOption,
@@ -20,6 +21,7 @@ from weightpush_client.cli_common import (
     stderr,
     stdout,
 )
+from weightpush_client.policy import OnServerFailure
 from weightpush_client.pusher import WeightPusher
 from weightpush_client.report import ProgressCallback, PushProgress
 from weightpush_protocol.errors import ErrorCode, WeightPushError
@@ -62,6 +64,13 @@ def push(
     partial: Annotated[
         bool, typer.Option("--partial", help="DIR holds some of the tensors; the servers keep the others as they are.")
     ] = False,
+    on_server_failure: Annotated[
+        OnServerFailure,
+        typer.Option(
+            "--on-server-failure",
+            help="When a server fails: abort commits nowhere, exclude commits on the others (exit code 3).",
+        ),
+    ] = OnServerFailure.ABORT,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,
@@ -96,6 +105,8 @@ def push(
 
     All servers take the weights in one update, and none ever serves half of them. If the push fails, a server keeps
     its old weights where nothing was written yet; else it refuses requests until a push succeeds.
+
+    Exit code 0 if all servers serve the new weights, 3 if some were excluded and the others do, 1 or 2 if none does.
     """
     with readable_errors():
         deadlines = Deadlines(
@@ -119,10 +130,14 @@ def push(
             verify=True if ca_file is None else ca_file,
             client_cert=client_cert,
             data_host=data_host,
+            on_server_failure=on_server_failure,
         )
         if from_disk:
             if partial:
                 message = "--from-disk loads whole checkpoints: leave --partial out"
+                raise WeightPushError(ErrorCode.INVALID_REQUEST, message)
+            if on_server_failure is OnServerFailure.EXCLUDE:
+                message = "--from-disk has every server load by itself: leave --on-server-failure out"
                 raise WeightPushError(ErrorCode.INVALID_REQUEST, message)
             with pusher:
                 _load(pusher, directory, version, mode or UpdateMode.STAGED, check=check, quiet=quiet)
@@ -131,6 +146,8 @@ def push(
             report = pusher.push(directory, weight_version=version, progress=progress)
         if not quiet:
             stdout().print(str(report))
+        if report.excluded:
+            raise typer.Exit(EXCLUDED_EXIT)
 
 
 def _load(pusher: WeightPusher, directory: Path, version: str, mode: UpdateMode, *, check: bool, quiet: bool) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
 
-from weightpush_client.access import ControlToken, Tls
+from weightpush_client.catch_up import version_line
 from weightpush_client.cli_common import (
     FAILED_EXIT,
     UNREACHABLE_EXIT,
@@ -23,7 +22,7 @@ from weightpush_client.cli_common import (
     stdout,
     verify_of,
 )
-from weightpush_client.fleet import Fleet
+from weightpush_client.membership import connected
 from weightpush_client.report import PushError
 from weightpush_client.urls import normalise_url, normalise_urls
 from weightpush_protocol.errors import WeightPushError
@@ -48,15 +47,18 @@ def status(
     """
     with readable_errors():
         urls = normalise_urls(url)
-        with _fleet(urls, read_token(token, token_file), verify_of(ca_file, client_cert)) as fleet:
+        with connected(urls, read_token(token, token_file), verify_of(ca_file, client_cert)) as fleet:
             results = fleet.call_to_the_end(lambda _, server: server.status())
+        answers: list[Status | PushError] = []
         for result in results:
             if not isinstance(result, Status | PushError):
                 raise result
+            answers.append(result)
         if as_json:
             stdout().print(json.dumps([_as_json(*pair) for pair in zip(urls, results, strict=True)], indent=2))
         else:
             stdout().print(_table(urls, results))
+            stdout().print(version_line(list(zip(urls, answers, strict=True))))
             for line in _remarks(urls, results):
                 stdout().print(line)
         if any(isinstance(result, Exception) for result in results):
@@ -84,7 +86,7 @@ def abort(
     """
     with (
         readable_errors(),
-        _fleet((normalise_url(url),), read_token(token, token_file), verify_of(ca_file, client_cert)) as fleet,
+        connected((normalise_url(url),), read_token(token, token_file), verify_of(ca_file, client_cert)) as fleet,
     ):
         update = fleet.call(lambda _, server: server.status())[0].update
         if update is None:
@@ -93,15 +95,6 @@ def abort(
         request = AbortRequest(update_id=update.update_id, epoch=update.epoch, reason=reason[:1000])
         after = fleet.call(lambda _, server: server.abort(request))[0]
         stdout().print(f"aborted update {update.update_id}; the server is {after.state.value}")
-
-
-@contextmanager
-def _fleet(urls: Sequence[str], token: ControlToken, verify: Tls) -> Iterator[Fleet]:
-    fleet = Fleet(urls, token=token, trust_env=False, verify=verify)
-    try:
-        yield fleet
-    finally:
-        fleet.stop()
 
 
 def _as_json(url: str, result: Status | Exception) -> dict[str, Any]:

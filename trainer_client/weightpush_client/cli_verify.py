@@ -21,7 +21,7 @@ from weightpush_client.cli_common import (
     verify_of,
 )
 from weightpush_client.digests import digests_of
-from weightpush_client.fleet import Fleet
+from weightpush_client.membership import connected
 from weightpush_client.sources import open_source
 from weightpush_client.urls import normalise_url
 from weightpush_protocol.messages import VerifyAnswer, VerifyDifference, VerifyRequest
@@ -62,13 +62,7 @@ def verify(
     """
     with readable_errors():
         source = open_source(against) if against is not None else None
-        fleet = Fleet(
-            (normalise_url(url),),
-            token=read_token(token, token_file),
-            trust_env=False,
-            verify=verify_of(ca_file, client_cert),
-        )
-        try:
+        with connected((normalise_url(url),), read_token(token, token_file), verify_of(ca_file, client_cert)) as fleet:
             request = VerifyRequest()
             if source is not None:
                 expected = fleet.call(lambda _, server: server.manifest())[0]
@@ -77,8 +71,6 @@ def verify(
                     tensors=tuple(item.sent for item in outgoing), digests=digests_of(source, outgoing)
                 )
             answer = fleet.call(lambda _, server: server.verify(request))[0]
-        finally:
-            fleet.stop()
         if as_json:
             stdout().print(answer.model_dump_json(indent=2))
         else:

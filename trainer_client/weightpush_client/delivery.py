@@ -1,12 +1,13 @@
-"""How a bucket reaches all servers: broadcast after an announcement, or as an HTTP body."""
+"""How a bucket reaches all servers: broadcast after an announcement, as an HTTP body, or both at once."""
 
 from __future__ import annotations
 
 import ctypes
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -16,6 +17,7 @@ from weightpush_client.fleet import Fleet
 from weightpush_client.http import SLACK_S, ServerApi
 from weightpush_client.loop import CallScope
 from weightpush_client.report import PushError
+from weightpush_client.transport import Link
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest
 from weightpush_protocol.messages import Status, StreamRequest
@@ -35,6 +37,69 @@ class OpenUpdate:
     epochs: Sequence[int]
     bucket_s: float
     scope: CallScope
+
+
+class Delivery:
+    """Sends buckets over all ``links``, at the same time; ``fleet`` and ``update`` are those of all servers.
+
+    ``interrupt`` must make what still runs over the other links fail soon.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        fleet: Fleet,
+        update: OpenUpdate,
+        manifest: Manifest,
+        interrupt: Callable[[], None],
+    ) -> None:
+        self._ways = [
+            (link, fleet.only(link.places), replace(update, epochs=[update.epochs[place] for place in link.places]))
+            for link in links
+        ]
+        self._manifest = manifest
+        self._interrupt = interrupt
+
+    def __call__(self, number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
+        """Return when bucket ``number`` was delivered to all.
+
+        Raises:
+            PushError: a server refused it, or what it says about a transport that failed.
+            WeightPushError: ``transport_failed``, and no server knows why.
+        """
+        # Only NCCL reads what lies on a GPU.
+        host = buffer.cpu() if any(link.name != "nccl" for link, _, _ in self._ways) else buffer
+
+        def send(way: tuple[Link, Fleet, OpenUpdate]) -> None:
+            link, fleet, update = way
+            if link.sender is None:
+                deliver_by_body(fleet, update, self._manifest, number, host, digests)
+                return
+            try:
+                deliver_by_broadcast(
+                    fleet, update, link.sender, number, buffer if link.name == "nccl" else host, digests
+                )
+            except WeightPushError as error:
+                link.note_lost(error)
+                raise
+
+        if len(self._ways) == 1:
+            send(self._ways[0])
+            return
+        with ThreadPoolExecutor(len(self._ways), "weightpush-link") as pool:
+            sending = [pool.submit(send, way) for way in self._ways]
+            done, running = wait(sending, return_when=FIRST_EXCEPTION)
+            failure = _first_failure(done)
+            if failure is not None:
+                if running:
+                    self._interrupt()
+                raise failure
+
+
+def _first_failure(done: Iterable[Future[None]]) -> BaseException | None:
+    errors = [error for future in done if (error := future.exception()) is not None]
+    # What was cancelled only says that something else failed.
+    return min(errors, key=lambda error: isinstance(error, CancelledError), default=None)
 
 
 def deliver_by_broadcast(
@@ -64,6 +129,8 @@ def deliver_by_broadcast(
         sender.send(number, buffer, update.bucket_s)
     except WeightPushError as error:
         if reason := servers_reason(fleet, update.update_id, update.scope):
+            # The trainer's end knows whose connection broke first.
+            reason.details.update({key: error.details[key] for key in ("peer_rank",) if key in error.details})
             raise reason from error
         raise
 

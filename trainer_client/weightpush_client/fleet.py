@@ -1,4 +1,4 @@
-"""All servers of one trainer: every call goes to all of them at the same time, and one failure ends the call."""
+"""Servers that are asked together: every call goes to all of them at the same time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from weightpush_client.access import ControlToken, Tls
 from weightpush_client.http import ServerApi
 from weightpush_client.loop import CallScope, LoopThread
 
@@ -15,17 +14,26 @@ Call = Callable[[int, ServerApi], Awaitable[T]]
 
 
 class Fleet:
-    """Connections to all servers. Synchronous, and safe to use from several threads.
+    """Some servers, whose connections are somebody else's. Synchronous, and safe to use from several threads.
 
     A call is given as a function of ``(index, server)``; results come in the order of the servers.
     """
 
-    def __init__(self, urls: Sequence[str], *, token: ControlToken, trust_env: bool, verify: Tls) -> None:
-        self.servers = tuple(ServerApi(url, token=token, trust_env=trust_env, verify=verify) for url in urls)
-        self._loop = LoopThread()
+    def __init__(self, servers: Sequence[ServerApi], loop: LoopThread) -> None:
+        self.servers = tuple(servers)
+        self._loop = loop
 
     def __len__(self) -> int:
         return len(self.servers)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Address of each server."""
+        return tuple(server.url for server in self.servers)
+
+    def only(self, indices: Sequence[int]) -> Fleet:
+        """Return the servers at ``indices`` alone, in that order."""
+        return Fleet([self.servers[index] for index in indices], self._loop)
 
     def call(self, call: Call[T], scope: CallScope | None = None) -> list[T]:
         """Ask all servers; the first failure cancels the calls that still run, and is raised."""
@@ -34,12 +42,6 @@ class Fleet:
     def call_to_the_end(self, call: Call[T], scope: CallScope | None = None) -> list[T | Exception]:
         """Ask all servers and wait for every one; a failure takes the place of its result."""
         return self._loop.run(self._all(call), scope)
-
-    def stop(self) -> None:
-        """Close all connections and end the thread. May be called again."""
-        if not self._loop.stopped and not self._loop.is_current_thread:
-            self._loop.run(self._close())
-        self._loop.stop()
 
     async def _until_failure(self, call: Call[T]) -> list[T]:
         tasks = [asyncio.ensure_future(call(index, server)) for index, server in enumerate(self.servers)]
@@ -58,7 +60,3 @@ class Fleet:
                 return error
 
         return list(await asyncio.gather(*(one(index, server) for index, server in enumerate(self.servers))))
-
-    async def _close(self) -> None:
-        for server in self.servers:
-            await server.close()

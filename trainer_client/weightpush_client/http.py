@@ -28,6 +28,8 @@ from weightpush_protocol.messages import (
     FinishAnswer,
     FinishRequest,
     ManifestAnswer,
+    PrepareAnswer,
+    PrepareRequest,
     RollbackRequest,
     Status,
     StreamAnswer,
@@ -152,6 +154,10 @@ class ServerApi:
             stream=chunks,
             length=sum(len(part) for part in parts),
         )
+
+    async def prepare(self, request: PrepareRequest, timeout_s: float) -> PrepareAnswer:
+        """Take the update as far as it goes without committing it."""
+        return await self._call("POST", "/reload/prepare", PrepareAnswer, timeout_s, body=request)
 
     async def finish(self, request: FinishRequest, timeout_s: float) -> FinishAnswer:
         """Commit the update; the answer comes when the new weights serve."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weightpush_client.ranks import Kind, Message, Ranks
-from weightpush_client.report import PhaseSeconds, PushError, PushReport, ServerReport
+from weightpush_client.report import ExcludedServer, PhaseSeconds, PushError, PushReport, ServerReport
 from weightpush_client.sources import PieceSource, WeightSource
 from weightpush_client.sources.base import rejected
 from weightpush_client.sources.pieces import Step
@@ -37,7 +37,7 @@ class Lockstep:
     """
 
     def __init__(self, group: dist.ProcessGroup, deadlines: Deadlines) -> None:
-        wait_s = _CALLS_S + deadlines.rendezvous_s + deadlines.drain_s + 2 * deadlines.bucket_s + 2 * deadlines.commit_s
+        wait_s = _CALLS_S + deadlines.rendezvous_s + deadlines.drain_s + 2 * deadlines.bucket_s + 3 * deadlines.commit_s
         self._ranks = Ranks(group, wait_s)
         self._over = False
 
@@ -63,6 +63,14 @@ class Lockstep:
             BaseException: whatever ``open_source`` or ``push`` raise on this rank.
         """
         return self._lead(open_source, push, chunk_bytes) if self.leads else self._follow(open_source)
+
+    def again(self) -> None:
+        """Keep the other ranks waiting while rank 0 begins again.
+
+        Raises:
+            PushError: one of them failed, or was lost.
+        """
+        self._tell(Kind.AGAIN)
 
     def _lead(
         self, open_source: Callable[[], WeightSource], push: Callable[[WeightSource], PushReport], chunk_bytes: int
@@ -202,5 +210,6 @@ def _error(message: Message) -> PushError:
 
 
 def _report(body: dict[str, Any]) -> PushReport:
-    servers = tuple(ServerReport(**server) for server in body.pop("servers"))
-    return PushReport(**{**body, "servers": servers, "phases": PhaseSeconds(**body["phases"])})
+    servers = tuple(ServerReport(**server) for server in body["servers"])
+    excluded = tuple(ExcludedServer(**server) for server in body["excluded"])
+    return PushReport(**{**body, "servers": servers, "excluded": excluded, "phases": PhaseSeconds(**body["phases"])})

@@ -6,10 +6,10 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -17,41 +17,34 @@ import torch
 from pydantic import ValidationError
 
 from weightpush_client.access import ControlToken, Tls
-from weightpush_client.align import Outgoing, agreed_manifest, align, check_tied
+from weightpush_client.align import agreed_manifest, align
+from weightpush_client.background import PushHandle, Stop, copied
+from weightpush_client.catch_up import LastPush, catch_up_target
 from weightpush_client.digests import digests_of
-from weightpush_client.fleet import Call, Fleet
+from weightpush_client.fleet import Call
 from weightpush_client.lockstep import Lockstep
 from weightpush_client.loop import CallScope
+from weightpush_client.membership import Membership, Urls
 from weightpush_client.names import Names, RenamedSource
-from weightpush_client.report import (
-    PhaseSeconds,
-    ProgressCallback,
-    PushError,
-    PushPhase,
-    PushProgress,
-    PushReport,
-    ServerReport,
-)
+from weightpush_client.policy import OnServerFailure
+from weightpush_client.pushing import Push, PushSettings, Wish, as_invalid
+from weightpush_client.report import ProgressCallback, PushError, PushReport
 from weightpush_client.sources import Weights, WeightSource, open_source
 from weightpush_client.stream import Buffers
-from weightpush_client.transport import TRANSPORTS, choose_transport, make_sender
-from weightpush_client.update import Update, not_committed
-from weightpush_client.urls import normalise_urls
+from weightpush_client.transport import TRANSPORTS
+from weightpush_client.update import not_committed
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES, Manifest, build_manifest
+from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES
 from weightpush_protocol.messages import (
-    BeginRequest,
     Deadlines,
     DigestKind,
     DiskReloadRequest,
     FinishAnswer,
     InFlight,
-    ManifestAnswer,
     RollbackRequest,
     Status,
     UpdateMode,
 )
-from weightpush_protocol.transports.base import TransportConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,12 +64,13 @@ class WeightPusher:
     With several servers there is no promise that all switch at the same moment.
 
     Args:
-        urls: address of each server: ``http://host:port``, ``host:port`` or ``[::1]:8000``.
+        urls: address of each server: ``http://host:port``, ``host:port`` or ``[::1]:8000``; or a function that returns
+            those of the present servers, asked whenever a call needs them.
         token: control token of the servers; from ``token_file`` or the environment's ``WEIGHTPUSH_CONTROL_TOKEN`` where
             it is None.
         token_file: file whose first line is the token; read again when a server refuses the token.
-        transport: ``nccl``, ``gloo``, ``http``, or ``auto``: nccl where the weights lie on a GPU and all workers have
-            it, else gloo where all workers have it, else http.
+        transport: ``nccl``, ``gloo``, ``http``, or ``auto``: for each server nccl where the weights lie on a GPU and
+            all its workers have it, else gloo where they have it, else http. All get the same buckets at once.
         mode: ``direct`` writes into the live model; ``staged`` collects the bytes in the servers' memory while the old
             weights serve, and pauses for the rest only. It takes a copy of the weights on each server.
         in_flight: what becomes of running requests: ``wait``, ``abort`` or ``keep``.
@@ -97,6 +91,8 @@ class WeightPusher:
         process_group: the ranks of a sharded trainer (``torch.distributed.group.WORLD``, or a group of all that hold a
             part). All of them make the pusher with the same arguments, and call `push` alike: rank 0 of the group talks
             to the servers, the others gather along, and all return the same report or raise the same error.
+        on_server_failure: ``abort``: one server that fails fails the push, and nobody commits. ``exclude``: the others
+            commit, and the report lists the ones that failed or are not there.
 
     Raises:
         PushError: ``invalid_request``: an argument is wrong; it says which.
@@ -104,7 +100,7 @@ class WeightPusher:
 
     def __init__(
         self,
-        urls: str | Iterable[str],
+        urls: Urls,
         *,
         token: str | None = None,
         token_file: str | Path | None = None,
@@ -122,37 +118,42 @@ class WeightPusher:
         data_host: str | None = None,
         names: Names | None = None,
         process_group: ProcessGroup | None = None,
+        on_server_failure: OnServerFailure | str = OnServerFailure.ABORT,
     ) -> None:
         with _as_push_error(), _arguments_checked():
-            self._urls = normalise_urls(urls)
-            self._mode = UpdateMode(mode)
-            self._in_flight = InFlight(in_flight)
-            self._digest = DigestKind(digest)
-            self._partial = partial
             if transport not in TRANSPORTS:
                 raise ValueError(f"transport {transport!r} is none of {', '.join(TRANSPORTS)}")
             if bucket_bytes <= 0:
                 raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
             if data_host in {"0.0.0.0", "::", "[::]"}:
                 raise ValueError(f"data_host {data_host!r} is no address that a server can connect to: name one")
-            self._transport = transport
-            self._deadlines = deadlines or Deadlines()
-            self._bucket_bytes = bucket_bytes
-            self._device = None if device is None else torch.device(device)
-            self._data_host = data_host
-            self._names = names
-            self._lockstep = None if process_group is None else Lockstep(process_group, self._deadlines)
-            self._fleet = Fleet(
-                self._urls, token=ControlToken(token, token_file), trust_env=trust_env, verify=Tls(verify, client_cert)
+            self._settings = PushSettings(
+                transport=transport,
+                mode=UpdateMode(mode),
+                in_flight=InFlight(in_flight),
+                deadlines=deadlines or Deadlines(),
+                bucket_bytes=bucket_bytes,
+                digest=DigestKind(digest),
+                device=None if device is None else torch.device(device),
+                data_host=data_host,
+                names=names,
+                policy=OnServerFailure(on_server_failure),
+            )
+            self._partial = partial
+            self._lockstep = None if process_group is None else Lockstep(process_group, self._settings.deadlines)
+            self._membership = Membership(
+                urls, token=ControlToken(token, token_file), trust_env=trust_env, verify=Tls(verify, client_cert)
             )
         self._buffers = Buffers()
         self._pushing = threading.Lock()
-        self._stop = weakref.finalize(self, self._fleet.stop)
+        self._last: LastPush | None = None
+        self._background: PushHandle | None = None
+        self._stop = weakref.finalize(self, self._membership.stop)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Address of each server, in normal form."""
-        return self._urls
+        """Address of each present server, in normal form."""
+        return self._membership.urls
 
     def __enter__(self) -> WeightPusher:
         return self
@@ -160,10 +161,17 @@ class WeightPusher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and self._background is not None:
+            self._background.cancel()
         self.close()
 
     def close(self) -> None:
-        """Close all connections, end the pusher's thread and free its buffers. May be called again."""
+        """Close all connections, end the pusher's thread and free its buffers. May be called again.
+
+        A push in the background is waited for.
+        """
+        if self._background is not None:
+            self._background.wait()
         self._stop()
         self._buffers.drop()
         if self._lockstep is not None:
@@ -175,7 +183,8 @@ class WeightPusher:
         Raises:
             PushError: a server cannot be reached.
         """
-        return self._fleet.call(lambda _, server: server.status())
+        with self._membership.present() as fleet:
+            return fleet.call(lambda _, server: server.status())
 
     def rollback(self) -> list[FinishAnswer]:
         """Let every server go back to the weights that it keeps a copy of, and return what each then serves.
@@ -187,8 +196,14 @@ class WeightPusher:
             PushError: ``no_copy`` where a server has none, or why it failed; ``details["committed"]`` names the servers
                 that went back.
         """
-        request = RollbackRequest(update_id=uuid.uuid4().hex, in_flight=self._in_flight, deadlines=self._deadlines)
-        return self._by_themselves(request.update_id or "", lambda _, server: server.rollback(request))
+
+        def rollback(update_id: str) -> Call[FinishAnswer]:
+            request = RollbackRequest(
+                update_id=update_id, in_flight=self._settings.in_flight, deadlines=self._settings.deadlines
+            )
+            return lambda _, server: server.rollback(request)
+
+        return self._by_themselves(rollback)
 
     def push_from_disk(
         self,
@@ -211,28 +226,38 @@ class WeightPusher:
         """
         with _as_push_error():
             digests = self._digests(open_source(weights)) if weights is not None else {}
-        with _as_push_error(), _arguments_checked():
-            request = DiskReloadRequest(
-                path=os.fspath(path),
-                weight_version=weight_version,
-                mode=UpdateMode(mode),
-                in_flight=self._in_flight,
-                deadlines=self._deadlines,
-                digests=digests,
-                update_id=uuid.uuid4().hex,
-            )
-        return self._by_themselves(request.update_id or "", lambda _, server: server.load(request))
+
+        def load(update_id: str) -> Call[FinishAnswer]:
+            with _arguments_checked():
+                request = DiskReloadRequest(
+                    path=os.fspath(path),
+                    weight_version=weight_version,
+                    mode=UpdateMode(mode),
+                    in_flight=self._settings.in_flight,
+                    deadlines=self._settings.deadlines,
+                    digests=digests,
+                    update_id=update_id,
+                )
+            return lambda _, server: server.load(request)
+
+        return self._by_themselves(load)
 
     def _digests(self, source: WeightSource) -> dict[str, str]:
-        return digests_of(source, align(source, self._expected()))
+        with self._membership.present() as fleet:
+            manifests = fleet.call(lambda _, server: server.manifest())
+            expected = agreed_manifest(list(zip(fleet.urls, manifests, strict=True)))
+        return digests_of(source, align(source, expected))
 
-    def _by_themselves(self, update_id: str, call: Call[FinishAnswer]) -> list[FinishAnswer]:
+    def _by_themselves(self, call: Callable[[str], Call[FinishAnswer]]) -> list[FinishAnswer]:
         """Ask all servers for an update that needs no weights of ours."""
-        results = self._fleet.call_to_the_end(call)
-        answers = [result for result in results if isinstance(result, FinishAnswer)]
-        if len(answers) < len(results):
-            with _as_push_error():
-                raise not_committed(self._fleet, update_id, results, CallScope())
+        update_id = uuid.uuid4().hex
+        with self._membership.present() as fleet, _as_push_error():
+            # Whatever comes of it, it is not what was pushed last.
+            self._last = None
+            results = fleet.call_to_the_end(call(update_id))
+            answers = [result for result in results if isinstance(result, FinishAnswer)]
+            if len(answers) < len(results):
+                raise not_committed(fleet, update_id, results, CallScope())
         return answers
 
     def push(
@@ -250,123 +275,135 @@ class WeightPusher:
         the server's checkpoint, see `weightpush_client.align`. ``partial`` is the pusher's own where it is None.
 
         Raises:
-            PushError: why the push failed, in the words of the server where it has any. The update was aborted.
+            PushError: why the push failed, in the words of the server where it has any. The update was aborted. Under
+                ``on_server_failure="exclude"`` only if no server is left; see ``report.excluded`` otherwise.
             TypeError: ``weights`` is of no known kind.
             BaseException: whatever the source, ``progress`` or Ctrl-C raise, once the update was aborted.
         """
+        with self._one_at_a_time():
+            return self._push(weights, self._wish(weight_version, partial, progress, Stop()))
+
+    def push_async(
+        self,
+        weights: Weights,
+        *,
+        weight_version: str,
+        partial: bool | None = None,
+        progress: ProgressCallback | None = None,
+        copy: bool = False,
+    ) -> PushHandle:
+        """Begin a push in a thread of its own, and return its handle at once.
+
+        ``weights`` must not change until it is done; with ``copy`` they are first copied to host memory, and the
+        trainer may train on when this returns. ``progress`` is called from that thread. Leaving the pusher's ``with``
+        block waits for the push, or cancels it where an exception ends the block.
+
+        Raises:
+            PushError: ``update_in_progress``: another push runs; ``invalid_request``: this pusher has a
+                ``process_group``, whose ranks may be in collectives of their own meanwhile.
+        """
+        if self._lockstep is not None:
+            raise PushError(
+                ErrorCode.INVALID_REQUEST,
+                "push_async is not for sharded trainers: gathering needs all ranks, and their own collectives may run "
+                "meanwhile. Use push, or gather the weights and give them to a pusher without process_group",
+            )
+        self._take_turn()
+        try:
+            with _as_push_error():
+                if copy:
+                    source = open_source(weights)
+                    try:
+                        weights = copied(source)
+                    finally:
+                        source.close()
+            stop = Stop()
+            wish = self._wish(weight_version, partial, progress, stop)
+
+            def push() -> PushReport:
+                try:
+                    return self._push(weights, wish)
+                finally:
+                    self._pushing.release()
+
+            self._background = handle = PushHandle(push, stop, weight_version)
+        except BaseException:
+            self._pushing.release()
+            raise
+        return handle
+
+    def catch_up(self, weights: Weights, *, progress: ProgressCallback | None = None) -> PushReport:
+        """Bring every server that does not serve what was pushed last to that version, and leave the others alone.
+
+        For servers that joined late, came back after a crash, or were excluded from the last push. ``weights`` must be
+        those that were pushed last; they are read once more to make sure of it before anything is sent. The report
+        lists the servers that were behind, and no server where none was.
+
+        Raises:
+            PushError: ``weights_rejected``: these are other weights; ``invalid_request``: nothing was pushed yet, or
+                only a part, or without digests; else as `push`.
+        """
+        with self._one_at_a_time(), _as_push_error():
+            last = catch_up_target(self._last)
+            wish = replace(self._wish(last.weight_version, False, progress, Stop()), catches_up=True)
+            return self._push(weights, wish)
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        self._take_turn()
+        try:
+            yield
+        finally:
+            self._pushing.release()
+
+    def _take_turn(self) -> None:
         if not self._pushing.acquire(blocking=False):
             raise PushError(
                 ErrorCode.UPDATE_IN_PROGRESS,
                 "this pusher is in the middle of another push: wait for it, or use one pusher a thread",
             )
-        try:
-            with _as_push_error():
-                return self._push(weights, weight_version, self._partial if partial is None else partial, progress)
-        finally:
-            self._pushing.release()
 
-    def _push(
-        self, weights: Weights, weight_version: str, partial: bool, progress: ProgressCallback | None
-    ) -> PushReport:
-        def push(source: WeightSource) -> PushReport:
-            renamed = source if self._names is None else RenamedSource(source, self._names)
-            return self._push_source(renamed, weight_version, partial, progress)
-
-        if self._lockstep is not None:
-            return self._lockstep.push(lambda: open_source(weights), push, self._bucket_bytes // 2)
-        source = open_source(weights)
-        if source.ranks > 1:
-            raise PushError(
-                ErrorCode.WEIGHTS_REJECTED,
-                f"the weights are sharded over {source.ranks} ranks: make the pusher with process_group= on all of "
-                "them and push on all of them, or gather the weights first",
-            )
-        try:
-            return push(source)
-        finally:
-            source.close()
-
-    def _push_source(
-        self, source: WeightSource, weight_version: str, partial: bool, progress: ProgressCallback | None
-    ) -> PushReport:
-        start = perf_counter()
-        if progress is not None:
-            progress(PushProgress(PushPhase.CHECK, 0, 0, 0, 0, 0, 0))
-        statuses = self.status()
-        self._refuse_twice(statuses)
-        outgoing, manifest = self._plan(source)
-        name = choose_transport(self._transport, statuses, self._device or source.device)
-        device = (self._device or source.device) if name == "nccl" else torch.device("cpu")
-        request = self._request(weight_version, manifest, partial)
-        sender, configs = make_sender(name, self._urls, statuses, device=device, data_host=self._data_host)
-        check_seconds = perf_counter() - start
-        with Update(self._fleet, request, configs, sender, progress) as update:
-            update.begin()
-            update.stream(source, outgoing, device, self._buffers)
-            answers = update.finish()
-        seconds = perf_counter() - start
-        return self._report(request, name, answers, update.modes, seconds, update.phase_seconds(check=check_seconds))
-
-    def _refuse_twice(self, statuses: list[Status]) -> None:
-        first: dict[str, str] = {}
-        for url, status in zip(self._urls, statuses, strict=True):
-            if status.instance_id in first:
-                message = f"{first[status.instance_id]} and {url} are one server: name it once"
-                raise PushError(ErrorCode.INVALID_REQUEST, message)
-            first[status.instance_id] = url
-
-    def _plan(self, source: WeightSource) -> tuple[list[Outgoing], Manifest]:
-        expected = self._expected()
-        outgoing = align(source, expected)
-        check_tied(source, outgoing, expected.tied)
-        # What is gathered from other ranks takes memory beside the two buffers: together no more than two buckets.
-        bucket_bytes = self._bucket_bytes if source.ranks == 1 else max(1, self._bucket_bytes // 2)
-        return outgoing, build_manifest((item.sent for item in outgoing), bucket_bytes)
-
-    def _expected(self) -> ManifestAnswer:
-        """Return the checkpoint that all servers expect."""
-        manifests = self._fleet.call(lambda _, server: server.manifest())
-        return agreed_manifest(list(zip(self._urls, manifests, strict=True)))
-
-    def _request(self, weight_version: str, manifest: Manifest, partial: bool) -> BeginRequest:
-        # The id is the client's, so that a begin whose answer was lost can be repeated, and aborted.
-        with _arguments_checked():
-            return BeginRequest(
-                weight_version=weight_version,
-                manifest=manifest,
-                mode=self._mode,
-                # Each server gets its own in its place.
-                transport=TransportConfig(name="http"),
-                in_flight=self._in_flight,
-                deadlines=self._deadlines,
-                digest=self._digest,
-                partial=partial,
-                update_id=uuid.uuid4().hex,
-            )
-
-    def _report(
-        self,
-        request: BeginRequest,
-        transport: str,
-        answers: list[FinishAnswer],
-        modes: list[UpdateMode],
-        seconds: float,
-        phases: PhaseSeconds,
-    ) -> PushReport:
-        return PushReport(
-            weight_version=request.weight_version,
-            update_id=request.update_id or "",
-            bytes=request.manifest.nbytes,
-            tensors=len(request.manifest.tensors),
-            buckets=len(request.manifest.buckets),
-            seconds=seconds,
-            transport=transport,
-            servers=tuple(
-                ServerReport(url, answer.fingerprint, answer.seconds, answer.pause_seconds, answer.bytes, mode)
-                for url, answer, mode in zip(self._urls, answers, modes, strict=True)
-            ),
-            phases=phases,
+    def _wish(self, weight_version: str, partial: bool | None, progress: ProgressCallback | None, stop: Stop) -> Wish:
+        return Wish(
+            weight_version=weight_version,
+            partial=self._partial if partial is None else partial,
+            progress=progress,
+            stop=stop,
+            last=self._last,
+            again=self._lockstep.again if self._lockstep is not None else _nothing,
         )
+
+    def _push(self, weights: Weights, wish: Wish) -> PushReport:
+        with _as_push_error():
+            if self._lockstep is not None:
+                return self._lockstep.push(
+                    lambda: open_source(weights),
+                    lambda source: self._push_source(source, wish),
+                    self._settings.bucket_bytes // 2,
+                )
+            source = open_source(weights)
+            if source.ranks > 1:
+                raise PushError(
+                    ErrorCode.WEIGHTS_REJECTED,
+                    f"the weights are sharded over {source.ranks} ranks: make the pusher with process_group= on all of "
+                    "them and push on all of them, or gather the weights first",
+                )
+            try:
+                return self._push_source(source, wish)
+            finally:
+                source.close()
+
+    def _push_source(self, source: WeightSource, wish: Wish) -> PushReport:
+        names = self._settings.names
+        with self._membership.present() as fleet:
+            report, self._last = Push(self._settings, fleet, wish, self._buffers).run(
+                source if names is None else RenamedSource(source, names)
+            )
+        return report
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 @contextmanager
@@ -384,7 +421,6 @@ def _arguments_checked() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        reasons = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise PushError(ErrorCode.INVALID_REQUEST, reasons) from error
+        raise as_invalid(error) from error
     except (ValueError, OSError) as error:
         raise PushError(ErrorCode.INVALID_REQUEST, str(error)) from error

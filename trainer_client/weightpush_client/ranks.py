@@ -40,6 +40,7 @@ class Kind(IntEnum):
     GATHER = 3
     DONE = 4
     FAILED = 5
+    AGAIN = 6  #: Rank 0 reads everything once more, for other servers.
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Final
 
 from weightpush_client.urls import TOKEN_ENV
@@ -87,7 +88,7 @@ def _option(word: str) -> str:
 def workers_of(words: Sequence[str]) -> int:
     """Return the number of vLLM ranks that a command line asks for: tensor times pipeline times data parallel."""
     sizes = dict.fromkeys(_SIZES, 1)
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
         option = _option(word)
         option = _SHORT.get(option, option)
         value = word.partition("=")[2] or following

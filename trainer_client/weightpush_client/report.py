@@ -90,6 +90,7 @@ class ServerReport:
     """One server's part: its own seconds since ``begin``, and seconds during which it did not serve.
 
     ``mode``: how it carried the push out; a server that serves nothing anyway takes a staged push directly.
+    ``instance_id``: which start of the server that was; ``weight_version``: what it serves since.
     """
 
     url: str
@@ -98,6 +99,24 @@ class ServerReport:
     pause_seconds: float
     bytes: int
     mode: UpdateMode = UpdateMode.DIRECT
+    instance_id: str = ""
+    weight_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExcludedServer:
+    """A server that did not take part to the end, and why; ``state`` and what follows are as it said afterwards.
+
+    ``weight_version``: what it serves if ``state`` is ``serving``, else what it served last. None where it did not
+    answer.
+    """
+
+    url: str
+    instance_id: str | None
+    state: ServerState | None
+    weight_version: str | None
+    code: ErrorCode
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +125,8 @@ class PhaseSeconds:
 
     ``check``: status, manifests, alignment. ``begin``: until all servers were open. ``gather``: reading and casting
     tensors into the buffer. ``digest``: hashing them. ``send``: announcing and sending buckets. ``wait``: the gathering
-    side had nothing to do but wait for the sending side. ``finish``: until all servers served again.
+    side had nothing to do but wait for the sending side. ``prepare``: until several servers
+    were all ready to commit. ``finish``: until all served again.
     """
 
     check: float = 0.0
@@ -115,12 +135,16 @@ class PhaseSeconds:
     digest: float = 0.0
     send: float = 0.0
     wait: float = 0.0
+    prepare: float = 0.0
     finish: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """A push that all servers committed. ``bytes`` are those of the weights, whatever the number of servers."""
+    """A push that all of ``servers`` committed. ``bytes`` are those of the weights, whatever the number of servers.
+
+    ``excluded``: servers that do not serve it, under ``on_server_failure="exclude"``.
+    """
 
     weight_version: str
     update_id: str
@@ -131,6 +155,7 @@ class PushReport:
     transport: str
     servers: tuple[ServerReport, ...]
     phases: PhaseSeconds
+    excluded: tuple[ExcludedServer, ...] = ()
 
     @property
     def pause_seconds(self) -> float:
@@ -143,11 +168,18 @@ class PushReport:
             f"pushed {self.weight_version} in {self.seconds:.2f} s: {self.tensors} tensors, {self.bytes / 1e6:.1f} MB "
             f"in {self.buckets} {'bucket' if self.buckets == 1 else 'buckets'} over {self.transport} ({rate:.0f} MB/s)"
         ]
+        if not self.servers:
+            lines = [f"nothing to push: every server that answered serves {self.weight_version}"]
         lines += [
             f"  {server.url}: {server.mode.value}, not serving for {server.pause_seconds:.2f} s, "
             f"fingerprint {server.fingerprint}"
             for server in self.servers
         ]
-        names = ("check", "begin", "gather", "digest", "send", "wait", "finish")
+        lines += [
+            f"  {server.url}: EXCLUDED, {server.state.value if server.state is not None else 'not there'}: "
+            f"{server.message} [{server.code.value}]"
+            for server in self.excluded
+        ]
+        names = ("check", "begin", "gather", "digest", "send", "wait", "prepare", "finish")
         lines.append("  seconds: " + ", ".join(f"{name} {getattr(self.phases, name):.2f}" for name in names))
         return "\n".join(lines)

@@ -91,6 +91,8 @@ class BucketStream:
         self._position = 0
         self._pending: Future[None] | None = None
         self.seconds = StreamSeconds()
+        #: Of all tensors that were gathered so far, by the name under which they travel.
+        self.digests: dict[str, str] = {}
 
     @torch.no_grad()
     def run(self) -> None:
@@ -169,6 +171,7 @@ class BucketStream:
             spec.name: tensor_digest(buffer[offset : offset + spec.nbytes])
             for spec, offset in self._manifest.bucket_tensors(number)
         }
+        self.digests.update(digests)
         self.seconds.digest += perf_counter() - start
         return digests
 

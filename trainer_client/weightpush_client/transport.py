@@ -1,13 +1,15 @@
-"""Which transport carries a push, and the trainer's end of it."""
+"""Which transport carries a push to which server, and the trainer's ends of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import torch
 
+from weightpush_client.policy import LOST_SERVERS
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import Status
 from weightpush_protocol.transports.base import Sender, TransportConfig
@@ -18,32 +20,95 @@ from weightpush_protocol.transports.sockets import pick_host
 TRANSPORTS: Final = ("auto", "nccl", "gloo", "http")
 
 
-def choose_transport(wanted: str, statuses: Sequence[Status], device: torch.device) -> str:
-    """Return ``wanted``, or what ``auto`` means for weights on ``device`` and the workers of these servers."""
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Servers that get their buckets the same way, at the same time.
+
+    Attributes:
+        places: of these servers among all that take part.
+        configs: what each of them is told in ``begin``.
+        server_of_rank: address of the server to which each worker belongs, from rank 1 on.
+        sender: the trainer's end of a collective transport; None for ``http``.
+    """
+
+    name: str
+    places: tuple[int, ...]
+    configs: tuple[TransportConfig, ...]
+    server_of_rank: tuple[str, ...] = ()
+    sender: Sender | None = None
+
+    def note_lost(self, error: WeightPushError) -> None:
+        """Add to ``error`` the servers whose workers it names."""
+        named: Any = error.details.get("missing_ranks") or [error.details.get("peer_rank")]
+        ranks = [rank for rank in named if isinstance(rank, int) and 0 < rank <= len(self.server_of_rank)]
+        if ranks:
+            error.details.setdefault(LOST_SERVERS, sorted({self.server_of_rank[rank - 1] for rank in ranks}))
+
+
+def choose_transport(wanted: str, status: Status, device: torch.device) -> str:
+    """Return ``wanted``, or what ``auto`` means for weights on ``device`` and the workers of this server."""
     if wanted != "auto":
         return wanted
-    workers = [status.workers for status in statuses]
-    if not all(workers):
-        return "http"
 
     def everywhere(name: str) -> bool:
-        return all(name in worker.transports for group in workers for worker in group)
+        return bool(status.workers) and all(name in worker.transports for worker in status.workers)
 
     if device.type == "cuda" and everywhere("nccl"):
         return "nccl"
     return "gloo" if everywhere("gloo") else "http"
 
 
-def make_sender(
-    name: str, urls: Sequence[str], statuses: Sequence[Status], *, device: torch.device, data_host: str | None
-) -> tuple[Sender | None, list[TransportConfig]]:
-    """Return the trainer's end of the transport (None for ``http``), and the configuration for each server.
+def make_links(
+    names: Sequence[str],
+    urls: Sequence[str],
+    statuses: Sequence[Status],
+    *,
+    device: torch.device,
+    data_host: str | None,
+) -> list[Link]:
+    """Return one link for each of the transports ``names``, which are given for each server.
 
     Raises:
-        WeightPushError: ``transport_unavailable``: it cannot run here, or a server lists no workers.
+        WeightPushError: ``transport_unavailable``: one cannot run here, or a server lists no workers.
     """
+    links: list[Link] = []
+    try:
+        for name in dict.fromkeys(names):
+            places = tuple(place for place, other in enumerate(names) if other == name)
+            links.append(
+                _make_link(
+                    name,
+                    places,
+                    [urls[place] for place in places],
+                    [statuses[place] for place in places],
+                    device=device,
+                    data_host=data_host,
+                )
+            )
+    except BaseException:
+        close_links(links)
+        raise
+    return links
+
+
+def close_links(links: Sequence[Link]) -> None:
+    """Free the trainer's ends."""
+    for link in links:
+        if link.sender is not None:
+            link.sender.close()
+
+
+def _make_link(
+    name: str,
+    places: tuple[int, ...],
+    urls: Sequence[str],
+    statuses: Sequence[Status],
+    *,
+    device: torch.device,
+    data_host: str | None,
+) -> Link:
     if name == "http":
-        return None, [TransportConfig(name="http") for _ in urls]
+        return Link(name, places, tuple(TransportConfig(name="http") for _ in places))
     for url, status in zip(urls, statuses, strict=True):
         if not status.workers:
             raise WeightPushError(
@@ -57,11 +122,11 @@ def make_sender(
         device=device,
     )
     configs = []
-    rank = 1
-    for status in statuses:
-        configs.append(sender.config.model_copy(update={"rank_offset": rank}))
-        rank += len(status.workers)
-    return sender, configs
+    server_of_rank: list[str] = []
+    for url, status in zip(urls, statuses, strict=True):
+        configs.append(sender.config.model_copy(update={"rank_offset": 1 + len(server_of_rank)}))
+        server_of_rank += [url] * len(status.workers)
+    return Link(name, places, tuple(configs), tuple(server_of_rank), sender)
 
 
 def _host_for(urls: Sequence[str]) -> str:

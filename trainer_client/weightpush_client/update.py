@@ -1,24 +1,27 @@
-"""One update over all servers: begin, stream, finish; and abort, whatever happens in between."""
+"""One update over all servers: begin, stream, prepare, finish; and abort, whatever happens in between."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from time import perf_counter
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
 from weightpush_client.align import Outgoing
-from weightpush_client.delivery import OpenUpdate, deliver_by_body, deliver_by_broadcast, servers_reason
+from weightpush_client.background import Stop
+from weightpush_client.delivery import Delivery, OpenUpdate, servers_reason
 from weightpush_client.fleet import Fleet
 from weightpush_client.http import ABORT_S, SLACK_S, STORED_S, ServerApi
 from weightpush_client.loop import CallScope
+from weightpush_client.policy import CONSEQUENCES, LOST_SERVERS, OnServerFailure
 from weightpush_client.report import PhaseSeconds, ProgressCallback, PushError, PushPhase, PushProgress
 from weightpush_client.sources import WeightSource
 from weightpush_client.stream import BucketStream, Buffers
+from weightpush_client.transport import Link, close_links
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import (
     AbortRequest,
@@ -26,10 +29,12 @@ from weightpush_protocol.messages import (
     BeginRequest,
     FinishAnswer,
     FinishRequest,
+    PrepareAnswer,
+    PrepareRequest,
     UpdateMode,
 )
 from weightpush_protocol.state import ServerState
-from weightpush_protocol.transports.base import Sender, TransportConfig
+from weightpush_protocol.transports.base import Sender
 
 # The server checks and plans before its rendezvous starts, and the trainer waits for it from the start.
 _CHECKING_S: Final = 60.0
@@ -38,9 +43,14 @@ _SERVER_FIRST_S: Final = 1.0
 # Errors of ``begin`` after which the server may hold the update all the same.
 _UNCERTAIN: Final = frozenset({ErrorCode.UNREACHABLE, ErrorCode.PROTOCOL_ERROR, ErrorCode.INTERNAL})
 
+T = TypeVar("T")
+
 
 class Update:
-    """Runs one update. ``request`` is the ``begin`` of all servers, but for the transport, which is each one's own.
+    """Runs one update on the servers of ``fleet``, each of which is in one of ``links``.
+
+    ``request`` is the ``begin`` of all servers, but for the transport, which is each one's own. Under ``policy``
+    ``exclude``, servers that break when the others have everything are left behind: see ``dropped``.
 
     Use it as a context manager: leaving it with an exception aborts the update on every server, within
     ``ABORT_S`` seconds, and the exception goes on.
@@ -50,30 +60,44 @@ class Update:
         self,
         fleet: Fleet,
         request: BeginRequest,
-        configs: Sequence[TransportConfig],
-        sender: Sender | None,
+        links: Sequence[Link],
         progress: ProgressCallback | None,
+        *,
+        policy: OnServerFailure = OnServerFailure.ABORT,
+        stop: Stop | None = None,
     ) -> None:
         if request.update_id is None:
             raise ValueError("the update_id must be the client's, or a lost answer could not be aborted")
         self._fleet = fleet
         self._request = request
         self._update_id: str = request.update_id
-        self._configs = configs
-        self._sender = sender
+        self._links = links
+        self._configs = {
+            place: config for link in links for place, config in zip(link.places, link.configs, strict=True)
+        }
         self._progress = progress
+        self._policy = policy
+        self._stop = stop or Stop()
+        self._context = contextlib.ExitStack()
         self._scope = CallScope()
         #: Servers that may hold the update: asked to begin, and not known to have refused.
         self._may_hold: set[int] = set()
         self._epochs: list[int] = []
         #: How each server carries the update out.
         self.modes: list[UpdateMode] = []
+        #: Servers that take part to the end, and those that were left behind, by their place in the fleet.
+        self._active = list(range(len(fleet)))
+        self.dropped: dict[int, PushError] = {}
+        #: Of the tensors that were sent, by name.
+        self.digests: Mapping[str, str] = {}
         self._tensors_done = 0
         self._bytes_done = 0
         self._buckets_done = 0
         self._seconds: dict[str, float] = {}
 
     def __enter__(self) -> Update:
+        self._context.callback(close_links, self._links)
+        self._context.enter_context(self._stop.interrupting(self._interrupt))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -82,8 +106,7 @@ class Update:
                 self._interrupt()
                 self._abort(error)
         finally:
-            if self._sender is not None:
-                self._sender.close()
+            self._context.close()
 
     def phase_seconds(self, *, check: float) -> PhaseSeconds:
         """Return where the time went; ``check`` seconds passed before the update."""
@@ -98,7 +121,7 @@ class Update:
         start = perf_counter()
         self._report(PushPhase.BEGIN)
         self._may_hold = set(range(len(self._fleet)))
-        answers = self._call_begin() if self._sender is None else self._begin_with_rendezvous(self._sender)
+        answers = self._begin_with_rendezvous() if any(link.sender for link in self._links) else self._call_begin()
         self._epochs = [answer.epoch for answer in answers]
         self.modes = [answer.mode for answer in answers]
         self._seconds["begin"] = perf_counter() - start
@@ -116,7 +139,7 @@ class Update:
             source,
             outgoing,
             self._request.manifest,
-            deliver=self._deliverer(),
+            deliver=self._delivery(),
             interrupt=self._interrupt,
             delivered=self._delivered,
             digest=self._request.digest,
@@ -124,35 +147,56 @@ class Update:
             buffers=buffers,
         )
         self._report(PushPhase.STREAM)
+        self.digests = stream.digests
         stream.run()
         times = stream.seconds
         self._seconds |= {"gather": times.gather, "digest": times.digest, "send": times.send, "wait": times.wait}
 
-    def finish(self) -> list[FinishAnswer]:
-        """Commit on all servers.
+    def prepare(self) -> None:
+        """Have several servers do all that may still go wrong before the first of them commits.
 
         Raises:
-            PushError: a server did not commit; ``details["committed"]`` names those that did, and serve them.
+            PushError: what a server answered. Under ``exclude`` only if none is ready, or if one lacks bytes because
+                another one went away.
+        """
+        self._report(PushPhase.FINISH)
+        if len(self._active) == 1:
+            return  # One call does it all.
+        start = perf_counter()
+        limits = self._request.deadlines
+        timeout_s = limits.bucket_s + limits.commit_s + SLACK_S
+
+        async def prepare(place: int, server: ServerApi) -> PrepareAnswer:
+            request = PrepareRequest(update_id=self._update_id, epoch=self._epochs[place])
+            return await server.prepare(request, timeout_s)
+
+        results = self._ask_active(prepare)
+        self._seconds["prepare"] = perf_counter() - start
+        failed = self._errors(results)
+        others_complete = all(error.code not in CONSEQUENCES for error in failed.values())
+        if failed and not (self._excludes and others_complete and len(failed) < len(results)):
+            raise min(failed.values(), key=lambda error: error.code in CONSEQUENCES)
+        self._drop(failed)
+
+    def finish(self) -> dict[int, FinishAnswer]:
+        """Commit on all servers; return their answers by their place in the fleet. Cannot be stopped any more.
+
+        Raises:
+            PushError: a server did not commit; ``details["committed"]`` names those that did, and serve them. Under
+                ``exclude`` only if none did.
         """
         start = perf_counter()
-        self._report(PushPhase.FINISH)
+        self._stop.pass_by()
         limits = self._request.deadlines
         # The last bucket's landing is part of it.
         timeout_s = limits.bucket_s + limits.commit_s + SLACK_S
         if UpdateMode.STAGED in self.modes:
             # The drain comes now; and what fails may be undone before the answer.
             timeout_s += limits.drain_s + limits.commit_s + STORED_S
-        results = self._fleet.call_to_the_end(
-            lambda index, server: server.finish(
-                FinishRequest(update_id=self._update_id, epoch=self._epochs[index]), timeout_s
-            ),
-            self._scope,
-        )
-        self._seconds["finish"] = perf_counter() - start
-        answers = [result for result in results if isinstance(result, FinishAnswer)]
-        if len(answers) < len(results):
-            raise not_committed(self._fleet, self._update_id, results, self._scope)
-        for server, answer in zip(self._fleet.servers, answers, strict=True):
+
+        async def finish(place: int, server: ServerApi) -> FinishAnswer:
+            request = FinishRequest(update_id=self._update_id, epoch=self._epochs[place])
+            answer = await server.finish(request, timeout_s)
             if answer.weight_version != self._request.weight_version:
                 raise PushError(
                     ErrorCode.PROTOCOL_ERROR,
@@ -160,7 +204,45 @@ class Update:
                     server=server.url,
                     update_id=self._update_id,
                 )
+            return answer
+
+        results = self._ask_active(finish)
+        self._seconds["finish"] = perf_counter() - start
+        answers = {place: result for place, result in results.items() if isinstance(result, FinishAnswer)}
+        if len(answers) < len(results) and not (self._excludes and answers):
+            raise not_committed(self._fleet.only(list(results)), self._update_id, list(results.values()), self._scope)
+        self._drop(self._errors(results))
         return answers
+
+    @property
+    def _excludes(self) -> bool:
+        return self._policy is OnServerFailure.EXCLUDE
+
+    def _ask_active(self, call: Callable[[int, ServerApi], Awaitable[T]]) -> dict[int, T | Exception]:
+        """Ask the servers that still take part, each with its place in the fleet; return results by place."""
+        active = list(self._active)
+        results = self._fleet.only(active).call_to_the_end(
+            lambda index, server: call(active[index], server), self._scope
+        )
+        return dict(zip(active, results, strict=True))
+
+    def _errors(self, results: Mapping[int, object]) -> dict[int, PushError]:
+        """Return the failures among results. Raises what is no failure of a server."""
+        errors = {}
+        for place, result in results.items():
+            if isinstance(result, WeightPushError):
+                errors[place] = PushError.of(result, self._fleet.servers[place].url)
+            elif isinstance(result, Exception):
+                raise result
+        return errors
+
+    def _drop(self, errors: Mapping[int, PushError]) -> None:
+        """Go on without the servers at these places, and tell them."""
+        if not errors:
+            return
+        self.dropped |= errors
+        self._active = [place for place in self._active if place not in errors]
+        self._abort_at(sorted(errors), "the trainer went on without this server")
 
     def _call_begin(self) -> list[BeginAnswer]:
         async def begin(index: int, server: ServerApi) -> BeginAnswer:
@@ -173,43 +255,50 @@ class Update:
 
         return self._fleet.call(begin, self._scope)
 
-    def _begin_with_rendezvous(self, sender: Sender) -> list[BeginAnswer]:
+    def _begin_with_rendezvous(self) -> list[BeginAnswer]:
         answered = threading.Event()
 
-        def join() -> None:
+        def join(link: Link, sender: Sender) -> None:
             try:
                 sender.open(self._request.deadlines.rendezvous_s + _CHECKING_S)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, WeightPushError):
+                    link.note_lost(error)
                 if not answered.wait(_SERVER_FIRST_S):
                     self._scope.cancel()
                 raise
 
-        with ThreadPoolExecutor(1, "weightpush-open") as executor:
-            opened = executor.submit(join)
+        senders = [(link, link.sender) for link in self._links if link.sender is not None]
+        with ThreadPoolExecutor(len(senders), "weightpush-open") as executor:
+            opening = [executor.submit(join, *pair) for pair in senders]
             try:
                 answers = self._call_begin()
                 answered.set()
-                opened.result()
+                for opened in opening:
+                    opened.result()
             except CancelledError:
-                opened.result()
+                # One of them cancelled the calls, and is about to say why.
+                done, _ = wait(opening, return_when=FIRST_EXCEPTION)
+                for opened in done:
+                    opened.result()
+                raise
+            except PushError as error:
+                for opened in opening:
+                    # The trainer's end knows which workers it waited for.
+                    ours = opened.exception() if opened.done() else None
+                    if isinstance(ours, WeightPushError) and LOST_SERVERS in ours.details:
+                        error.details[LOST_SERVERS] = ours.details[LOST_SERVERS]
                 raise
             finally:
                 answered.set()
-                if not (opened.done() and opened.exception() is None):
-                    sender.abort()
+                for (_, sender), opened in zip(senders, opening, strict=True):
+                    if not (opened.done() and opened.exception() is None):
+                        sender.abort()
         return answers
 
-    def _deliverer(self) -> Callable[[int, torch.Tensor, dict[str, str]], None]:
+    def _delivery(self) -> Delivery:
         update = OpenUpdate(self._update_id, tuple(self._epochs), self._request.deadlines.bucket_s, self._scope)
-        sender = self._sender
-        manifest = self._request.manifest
-        if sender is None:
-            return lambda number, buffer, digests: deliver_by_body(
-                self._fleet, update, manifest, number, buffer, digests
-            )
-        return lambda number, buffer, digests: deliver_by_broadcast(
-            self._fleet, update, sender, number, buffer, digests
-        )
+        return Delivery(self._links, self._fleet, update, self._request.manifest, self._interrupt)
 
     def _delivered(self, number: int) -> None:
         bucket = self._request.manifest.buckets[number]
@@ -236,41 +325,40 @@ class Update:
 
     def _interrupt(self) -> None:
         self._scope.cancel()
-        if self._sender is not None:
-            self._sender.abort()
+        for link in self._links:
+            if link.sender is not None:
+                link.sender.abort()
 
     def _abort(self, error: BaseException) -> None:
-        reason = f"the trainer gave up: {type(error).__name__}: {error}"[:1000]
+        places = sorted(self._may_hold - set(self.dropped))
+        states = self._abort_at(places, f"the trainer gave up: {type(error).__name__}: {error}")
+        if isinstance(error, WeightPushError) and error.state is None:
+            error.state = self._state_after(error, states)
 
-        async def abort(index: int, server: ServerApi) -> ServerState | None:
-            if index not in self._may_hold:
-                return None
-            epoch = self._epochs[index] if self._epochs else None
-            status = await server.abort(AbortRequest(update_id=self._update_id, epoch=epoch, reason=reason))
+    def _abort_at(self, places: Sequence[int], reason: str) -> dict[int, ServerState]:
+        """End the update on the servers at ``places``, within ``ABORT_S``; return the states that they answered."""
+
+        async def abort(index: int, server: ServerApi) -> ServerState:
+            epoch = self._epochs[places[index]] if self._epochs else None
+            status = await server.abort(AbortRequest(update_id=self._update_id, epoch=epoch, reason=reason[:1000]))
             return status.state
 
         scope = CallScope()
         timer = threading.Timer(ABORT_S, scope.cancel)
         timer.start()
+        states: Sequence[ServerState | Exception] = []
         try:
             # Best effort: what the servers answer to it must not hide why the push failed.
             with contextlib.suppress(CancelledError, RuntimeError):
-                states = self._fleet.call_to_the_end(abort, scope)
-                if isinstance(error, WeightPushError) and error.state is None:
-                    error.state = self._state_after(error, states)
+                states = self._fleet.only(places).call_to_the_end(abort, scope)
         finally:
             timer.cancel()
             timer.join()
+        return {place: state for place, state in zip(places, states, strict=False) if isinstance(state, ServerState)}
 
-    def _state_after(
-        self, error: WeightPushError, states: Sequence[ServerState | Exception | None]
-    ) -> ServerState | None:
+    def _state_after(self, error: WeightPushError, states: Mapping[int, ServerState]) -> ServerState | None:
         """Return the state of the server that ``error`` names; else one that does not serve, if there is any."""
-        known = [
-            (server.url, state)
-            for server, state in zip(self._fleet.servers, states, strict=True)
-            if isinstance(state, ServerState)
-        ]
+        known = [(self._fleet.servers[place].url, state) for place, state in states.items()]
         named = [state for url, state in known if isinstance(error, PushError) and error.server == url]
         idle = [state for _, state in known if not state.serving]
         return next(iter(named or idle or [state for _, state in known]), None)

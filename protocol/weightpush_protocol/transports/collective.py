@@ -151,7 +151,8 @@ class _Endpoint(ABC):
             self._failure = f"{what}: {late}"
         else:
             self._failure = f"{what}: {error}"
-        raise self._failed(self._failure, error.cause) from error
+        peer = {} if error.peer is None else {"peer_rank": error.peer}
+        raise self._failed(self._failure, error.cause, **peer) from error
 
     def abort(self) -> None:
         """From any thread: return at once and make a pending or later call raise soon."""

@@ -35,12 +35,21 @@ class GroupError(Exception):
     Attributes:
         cause: name of the exception type that the backend raised.
         timed_out: the deadline passed.
+        peer: rank of the process whose connection broke; None where that cannot be told.
     """
 
-    def __init__(self, message: str, cause: str, *, timed_out: bool = False) -> None:
+    def __init__(self, message: str, cause: str, *, timed_out: bool = False, peer: int | None = None) -> None:
         super().__init__(message)
         self.cause = cause
         self.timed_out = timed_out
+        self.peer = peer
+
+
+def rank_text(rank: int | None) -> str:
+    """Name a process of the group for a message."""
+    if rank is None:
+        return "a peer"
+    return f"worker rank {rank}" if rank else "the trainer"
 
 
 class Group(Protocol):
@@ -156,8 +165,10 @@ class GlooGroup:
             work = self._group.broadcast([tensor], options)
             self._wait(work, deadline)
         except RuntimeError as error:
-            text = self._named(brief(error))
-            raise GroupError(text, _kind(error), timed_out="imed out" in text) from error
+            text = brief(error)
+            peer = self._peer_in(text)
+            named = text if peer is None else f"{text} ({rank_text(peer)})"
+            raise GroupError(named, _kind(error), timed_out="imed out" in text, peer=peer) from error
 
     def _wait(self, work: Work, deadline: float) -> None:
         try:
@@ -169,18 +180,15 @@ class GlooGroup:
             self.abort()
             work.wait()
 
-    def _named(self, text: str) -> str:
-        """Add the rank to an error that names a peer by its address."""
+    def _peer_in(self, text: str) -> int | None:
+        """Return the rank of the peer that an error names by its address."""
         found = re.search(r"\[([0-9a-fA-F.:%\w]+)\]:(\d+)", text)
         if found is None:
-            return text
+            return None
         host, port = found[1].removeprefix("::ffff:"), int(found[2])
         # Gloo prints ports as they are on the wire, with their bytes swapped on the machines we run on.
-        for peer in ((host, socket.ntohs(port)), (host, port)):
-            rank = self._rank_at(peer)
-            if rank is not None:
-                return f"{text} ({f'worker rank {rank}' if rank else 'the trainer'})"
-        return text
+        ranks = (self._rank_at(peer) for peer in ((host, socket.ntohs(port)), (host, port)))
+        return next((rank for rank in ranks if rank is not None), None)
 
     def _rank_at(self, peer: sockets.Endpoint) -> int | None:
         known = self._ranks.get(_end(peer))
@@ -196,10 +204,8 @@ class GlooGroup:
         for connection in self._connections:
             if sockets.is_closed_by_peer(connection):
                 with suppress(OSError):
-                    rank = self._rank_at(connection.getpeername()[:2])
-                    if rank is not None:
-                        return f"worker rank {rank}" if rank else "the trainer"
-                return "a peer"
+                    return rank_text(self._rank_at(connection.getpeername()[:2]))
+                return rank_text(None)
         return None
 
     def abort(self) -> None:

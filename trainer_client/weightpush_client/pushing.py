@@ -1,0 +1,382 @@
+"""One push, from the first look at the servers to the report: who takes part, and what if one of them fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+from typing import Final
+
+import torch
+from pydantic import ValidationError
+
+from weightpush_client.align import Outgoing, agreed_manifest, align, check_tied, majority
+from weightpush_client.background import Stop
+from weightpush_client.catch_up import LastPush, catch_up_target, stale_for_partial
+from weightpush_client.digests import digests_of
+from weightpush_client.fleet import Call, Fleet, T
+from weightpush_client.http import ServerApi
+from weightpush_client.names import Names
+from weightpush_client.policy import OnServerFailure, Witness, culprits, is_trainers, suspects
+from weightpush_client.report import (
+    ExcludedServer,
+    PhaseSeconds,
+    ProgressCallback,
+    PushError,
+    PushPhase,
+    PushProgress,
+    PushReport,
+    ServerReport,
+)
+from weightpush_client.sources import WeightSource
+from weightpush_client.stream import Buffers
+from weightpush_client.transport import choose_transport, make_links
+from weightpush_client.update import Update
+from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.manifest import Manifest, build_manifest
+from weightpush_protocol.messages import (
+    BeginRequest,
+    Deadlines,
+    DigestKind,
+    FinishAnswer,
+    InFlight,
+    ManifestAnswer,
+    Status,
+    UpdateMode,
+)
+from weightpush_protocol.transports.base import TransportConfig
+
+#: How long a server may take to notice what its trainer has noticed already, and how often it is asked, in seconds.
+_VERDICT_S: Final = 5.0
+_POLL_S: Final = 0.1
+#: How long those that will take part again may take to end the update that failed, in seconds.
+_SETTLE_S: Final = 15.0
+#: What a server is given that others do not wait for, in seconds.
+_BRIEF_S: Final = 3.0
+
+_logger = logging.getLogger("weightpush")
+
+
+@dataclass(frozen=True, slots=True)
+class PushSettings:
+    """What all pushes of one pusher have in common; see `WeightPusher`."""
+
+    transport: str
+    mode: UpdateMode
+    in_flight: InFlight
+    deadlines: Deadlines
+    bucket_bytes: int
+    digest: DigestKind
+    device: torch.device | None
+    data_host: str | None
+    names: Names | None
+    policy: OnServerFailure
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What one push is to do: bring all servers to ``weight_version``, or only those that are behind ``last``."""
+
+    weight_version: str
+    partial: bool
+    progress: ProgressCallback | None
+    stop: Stop
+    #: What the pusher pushed last, if anything.
+    last: LastPush | None
+    catches_up: bool = False
+    #: Called before the source is read once more.
+    again: Callable[[], None] = field(default=lambda: None)
+
+
+class Push:
+    """Carries out ``wish`` on the servers of ``fleet``."""
+
+    def __init__(self, settings: PushSettings, fleet: Fleet, wish: Wish, buffers: Buffers) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._wish = wish
+        self._buffers = buffers
+        self._statuses: list[Status] = []
+        self._excluded: dict[str, PushError] = {}
+        self._fleet_at_start = fleet
+        self._first_error: PushError | None = None
+        self._start = perf_counter()
+
+    def run(self, source: WeightSource) -> tuple[PushReport, LastPush]:
+        """Push; return the report, and what was pushed last now.
+
+        Raises:
+            BaseException: see `WeightPusher.push`.
+        """
+        if self._wish.progress is not None:
+            self._wish.progress(PushProgress(PushPhase.CHECK, 0, 0, 0, 0, 0, 0))
+        if self._wish.catches_up:
+            catch_up_target(self._wish.last)
+        self._call_the_roll()
+        if not len(self._fleet):
+            assert self._wish.last is not None
+            return self._nothing_to_do(), self._wish.last
+        outgoing, manifest = self._plan(source)
+        check_seconds = perf_counter() - self._start
+        while True:
+            request = self._request(manifest)
+            names = [self._transport_for(status, source) for status in self._statuses]
+            device = (self._settings.device or source.device) if "nccl" in names else torch.device("cpu")
+            links = make_links(
+                names, self._fleet.urls, self._statuses, device=device, data_host=self._settings.data_host
+            )
+            update = Update(
+                self._fleet, request, links, self._wish.progress, policy=self._settings.policy, stop=self._wish.stop
+            )
+            try:
+                with update:
+                    update.begin()
+                    update.stream(source, outgoing, device, self._buffers)
+                    update.prepare()
+                    answers = update.finish()
+            except Exception as error:
+                if self._wish.stop.asked:
+                    raise self._wish.stop.error() from error
+                if self._settings.policy is OnServerFailure.ABORT or not isinstance(error, WeightPushError):
+                    raise
+                self._leave_out(update.dropped, self._find_culprits(error, request.update_id or ""), error)
+                # Others may be in the middle of reading it along.
+                source.close()
+                self._wish.again()
+                continue
+            for place, reason in update.dropped.items():
+                self._exclude(self._fleet.urls[place], reason)
+            report = self._report(request, "+".join(dict.fromkeys(names)), answers, update, check_seconds)
+            return report, self._last_after(update, answers)
+
+    # who takes part
+
+    def _call_the_roll(self) -> None:
+        """Look who is there, and leave out those who need not, or cannot, take part."""
+        # Those who are not there must not hold up the others.
+        timeout_s = _BRIEF_S if self._excludes else None
+        self._statuses = self._ask(lambda _, server: server.status(timeout_s))
+        self._refuse_twice()
+        last = self._wish.last
+        if self._wish.catches_up and last is not None:
+            self._keep([place for place, status in enumerate(self._statuses) if not last.is_served_by(status)])
+        elif self._wish.partial and self._excludes:
+            self._exclude_at(stale_for_partial(last, self._statuses))
+
+    @property
+    def _excludes(self) -> bool:
+        return self._settings.policy is OnServerFailure.EXCLUDE
+
+    def _ask(self, call: Call[T]) -> list[T]:
+        """Ask all that take part; exclude those that fail, if they may be."""
+        if not self._excludes:
+            return self._fleet.call(call)
+        results = self._fleet.call_to_the_end(call)
+        errors: dict[int, PushError] = {}
+        for place, result in enumerate(results):
+            if isinstance(result, WeightPushError):
+                errors[place] = PushError.of(result, self._fleet.urls[place])
+            elif isinstance(result, Exception):
+                raise result
+        self._exclude_at(errors)
+        return [result for result in results if not isinstance(result, Exception)]
+
+    def _refuse_twice(self) -> None:
+        first: dict[str, str] = {}
+        for url, status in zip(self._fleet.urls, self._statuses, strict=True):
+            if status.instance_id in first:
+                message = f"{first[status.instance_id]} and {url} are one server: name it once"
+                raise PushError(ErrorCode.INVALID_REQUEST, message)
+            first[status.instance_id] = url
+
+    def _exclude_at(self, errors: dict[int, PushError]) -> None:
+        """Go on without the servers at these places. Raises the first of ``errors`` where no server is left."""
+        for place, error in errors.items():
+            self._exclude(self._fleet.urls[place], error)
+        self._keep([place for place in range(len(self._fleet)) if place not in errors])
+        if not len(self._fleet) and self._first_error is not None:
+            raise self._first_error
+
+    def _exclude(self, url: str, error: PushError) -> None:
+        self._first_error = self._first_error or error
+        self._excluded[url] = error
+        _logger.warning("the push of %s goes on without %s: %s", self._wish.weight_version, url, error.message)
+
+    def _keep(self, places: Sequence[int]) -> None:
+        self._statuses = [self._statuses[place] for place in places if place < len(self._statuses)]
+        self._fleet = self._fleet.only(places)
+
+    # what is sent
+
+    def _plan(self, source: WeightSource) -> tuple[list[Outgoing], Manifest]:
+        expected = self._expected()
+        outgoing = align(source, expected)
+        check_tied(source, outgoing, expected.tied)
+        if self._wish.catches_up and self._wish.last is not None:
+            self._wish.last.check_same(digests_of(source, outgoing))
+        # What is gathered from other ranks takes memory beside the two buffers: together no more than two buckets.
+        bucket_bytes = self._settings.bucket_bytes
+        if source.ranks > 1:
+            bucket_bytes = max(1, bucket_bytes // 2)
+        return outgoing, build_manifest((item.sent for item in outgoing), bucket_bytes)
+
+    def _expected(self) -> ManifestAnswer:
+        """Return the checkpoint that all who take part expect."""
+        manifests = self._ask(lambda _, server: server.manifest())
+        pairs = list(zip(self._fleet.urls, manifests, strict=True))
+        if not self._excludes:
+            return agreed_manifest(pairs)
+        expected, odd = majority(pairs)
+        places = {url: place for place, url in enumerate(self._fleet.urls)}
+        self._exclude_at({places[url]: PushError.of(error, url) for url, error in odd.items()})
+        return expected
+
+    def _transport_for(self, status: Status, source: WeightSource) -> str:
+        return choose_transport(self._settings.transport, status, self._settings.device or source.device)
+
+    def _request(self, manifest: Manifest) -> BeginRequest:
+        try:
+            # The id is the client's, so that a begin whose answer was lost can be repeated, and aborted.
+            return BeginRequest(
+                weight_version=self._wish.weight_version,
+                manifest=manifest,
+                mode=self._settings.mode,
+                # Each server gets its own in its place.
+                transport=TransportConfig(name="http"),
+                in_flight=self._settings.in_flight,
+                deadlines=self._settings.deadlines,
+                digest=self._settings.digest,
+                partial=self._wish.partial,
+                update_id=uuid.uuid4().hex,
+            )
+        except ValidationError as error:
+            raise as_invalid(error) from error
+
+    # who failed
+
+    def _find_culprits(self, error: WeightPushError, update_id: str) -> dict[str, PushError]:
+        """Return the servers to go on without, by address, once the others are ready to begin again."""
+        if is_trainers(error):
+            return {}
+        if len(self._fleet) == 1:
+            return {self._fleet.urls[0]: PushError.of(error)}
+        found: dict[str, PushError] = {}
+        started = time.monotonic()
+        while True:
+            answers = self._fleet.call_to_the_end(partial(_status_within, _BRIEF_S))
+            witnesses = [
+                Witness(url, status.instance_id, answer)
+                for url, status, answer in zip(self._fleet.urls, self._statuses, answers, strict=True)
+            ]
+            found |= culprits(error, update_id, witnesses)
+            waited = time.monotonic() - started
+            if found or waited > _VERDICT_S:
+                found = found or suspects(error, witnesses)
+                busy = [url for url, answer in zip(self._fleet.urls, answers, strict=True) if _runs(answer, update_id)]
+                if not found or not set(busy) - set(found) or waited > _SETTLE_S:
+                    return found
+            time.sleep(_POLL_S)
+
+    def _leave_out(
+        self, dropped: Mapping[int, PushError], found: Mapping[str, PushError], error: WeightPushError
+    ) -> None:
+        """Go on without the servers that were ``dropped``, and those ``found``, by address.
+
+        Raises ``error`` where it is nobody's, and the first one where no server is left.
+        """
+        if not found:
+            raise error
+        places = {url: place for place, url in enumerate(self._fleet.urls)}
+        self._exclude_at({places[url]: own for url, own in found.items() if url in places} | dict(dropped))
+
+    # what became of it
+
+    def _last_after(self, update: Update, answers: dict[int, FinishAnswer]) -> LastPush:
+        fingerprints = {self._statuses[place].instance_id: answer.fingerprint for place, answer in answers.items()}
+        if self._wish.catches_up and self._wish.last is not None:
+            return self._wish.last.joined_by(fingerprints)
+        return LastPush.after(
+            self._wish.last,
+            self._wish.weight_version,
+            update.digests,
+            partial=self._wish.partial,
+            fingerprints=fingerprints,
+        )
+
+    def _report(
+        self, request: BeginRequest, transport: str, answers: dict[int, FinishAnswer], update: Update, check: float
+    ) -> PushReport:
+        return PushReport(
+            weight_version=request.weight_version,
+            update_id=request.update_id or "",
+            bytes=request.manifest.nbytes,
+            tensors=len(request.manifest.tensors),
+            buckets=len(request.manifest.buckets),
+            seconds=perf_counter() - self._start,
+            transport=transport,
+            servers=tuple(
+                ServerReport(
+                    self._fleet.urls[place],
+                    answer.fingerprint,
+                    answer.seconds,
+                    answer.pause_seconds,
+                    answer.bytes,
+                    update.modes[place],
+                    self._statuses[place].instance_id,
+                    answer.weight_version,
+                )
+                for place, answer in answers.items()
+            ),
+            phases=update.phase_seconds(check=check),
+            excluded=self._excluded_now(),
+        )
+
+    def _nothing_to_do(self) -> PushReport:
+        seconds = perf_counter() - self._start
+        return PushReport(
+            weight_version=self._wish.weight_version,
+            update_id="",
+            bytes=0,
+            tensors=0,
+            buckets=0,
+            seconds=seconds,
+            transport="none",
+            servers=(),
+            phases=PhaseSeconds(check=seconds),
+            excluded=self._excluded_now(),
+        )
+
+    def _excluded_now(self) -> tuple[ExcludedServer, ...]:
+        """Return the servers that were left out, as they are now."""
+        at_start = {server.url: place for place, server in enumerate(self._fleet_at_start.servers)}
+        fleet = self._fleet_at_start.only([at_start[url] for url in self._excluded])
+        answers = fleet.call_to_the_end(partial(_status_within, _BRIEF_S))
+        return tuple(
+            ExcludedServer(
+                url,
+                answer.instance_id if isinstance(answer, Status) else None,
+                answer.state if isinstance(answer, Status) else None,
+                answer.weight_version if isinstance(answer, Status) else None,
+                error.code,
+                error.message,
+            )
+            for (url, error), answer in zip(self._excluded.items(), answers, strict=True)
+        )
+
+
+def as_invalid(error: ValidationError) -> PushError:
+    """Return the error for arguments that do not fit a request; it names the fields."""
+    reasons = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+    return PushError(ErrorCode.INVALID_REQUEST, reasons)
+
+
+def _runs(answer: Status | Exception, update_id: str) -> bool:
+    return isinstance(answer, Status) and answer.update is not None and answer.update.update_id == update_id
+
+
+async def _status_within(timeout_s: float, _: int, server: ServerApi) -> Status:
+    return await server.status(timeout_s)
