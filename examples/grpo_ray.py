@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     # Before torch and Ray are imported, and for all that they start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from grpo.rollouts import RolloutError
     from grpo.run import Settings, train
+    from weightpush_client import WeightPushError
 
     settings = Settings(
         steps=options.steps,
@@ -62,8 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pushing=not options.no_push,
         kill_server_at=options.kill_server_at,
     )
-    with tempfile.TemporaryDirectory(prefix="weightpush-grpo-") as folder:
-        run = train(settings, Path(folder), lambda line: print(line, flush=True))
+    try:
+        with tempfile.TemporaryDirectory(prefix="weightpush-grpo-") as folder:
+            run = train(settings, Path(folder), lambda line: print(line, flush=True))
+    except (RolloutError, WeightPushError) as error:
+        print(f"\nThe run failed: {error}", file=sys.stderr)
+        return 1
     print(f"\n{run.summary()}")
     if options.json is not None:
         options.json.write_text(run.to_json() + "\n")

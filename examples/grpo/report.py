@@ -21,9 +21,13 @@ GAP_MAX: Final = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Absolute difference between a server's and the trainer's log-probabilities of the same tokens."""
+    """Absolute difference between a server's and the trainer's log-probabilities of the same tokens.
+
+    ``server``: its address. ``instance_id``: another one after each start.
+    """
 
     server: str
+    instance_id: str
     mean: float
     max: float
 

@@ -68,7 +68,13 @@ def train(settings: Settings, folder: Path, tell: Callable[[str], None] = print)
     save_model(make_model(settings.seed), folder)
     started = time.monotonic()
     # One CPU for each server and one for the trainer, by Ray's count: they may share cores.
-    ray.init(num_cpus=settings.servers + 1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        "local",
+        num_cpus=settings.servers + 1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
     try:
         fleet = ServerFleet.launch(
             str(folder),
@@ -78,7 +84,7 @@ def train(settings: Settings, folder: Path, tell: Callable[[str], None] = print)
         )
         with fleet, Rollouts(str(folder)) as rollouts:
             took = time.monotonic() - started
-            tell(f"{settings.servers} servers are up after {took:.0f} s: {', '.join(fleet.urls())}")
+            tell(f"servers up after {took:.0f} s: {', '.join(fleet.urls())}")
             return _Loop(settings, fleet, rollouts, tell).run()
     finally:
         ray.shutdown()
@@ -97,8 +103,8 @@ class _Loop:
             .options(num_cpus=1)
             .remote(fleet, seed=settings.seed, answers=ANSWERS, transport=settings.transport, mode=settings.mode)
         )
-        #: The servers that committed the last push: only they are asked for rollouts.
-        self._serving: list[str] = []
+        #: Address and instance of the servers that committed the last push: only they are asked for rollouts.
+        self._serving: dict[str, str] = {}
         self._version = ""
 
     def run(self) -> Run:
@@ -139,7 +145,7 @@ class _Loop:
 
         def collect() -> list[Rollout]:
             return self._rollouts.collect(
-                self._serving, prompts, answers=ANSWERS, tokens=ANSWER_TOKENS, version=self._version
+                list(self._serving), prompts, answers=ANSWERS, tokens=ANSWER_TOKENS, version=self._version
             )
 
         if not kill:
@@ -152,11 +158,11 @@ class _Loop:
 
     def _push(self, version: str) -> PushReport:
         report: PushReport = ray.get(self._trainer.push.remote(version))
-        serving = [server.url for server in report.servers]
+        serving = {server.url: server.instance_id for server in report.servers}
+        for url in sorted(self._serving.keys() - serving.keys()):
+            self._tell(f"     {url} did not take {version}: the others go on")
         if self._serving:
-            for url in sorted(set(self._serving) - set(serving)):
-                self._tell(f"     {url} did not take {version}: the others go on")
-            for url in sorted(set(serving) - set(self._serving)):
+            for url in sorted(serving.keys() - self._serving.keys()):
                 self._tell(f"     {url} was taken back and serves {version}")
         self._serving, self._version = serving, version
         return report
@@ -164,7 +170,7 @@ class _Loop:
     def _gaps(self) -> tuple[Gap, ...]:
         ours = ray.get(self._trainer.logprobs.remote(self._probes))
         gaps = []
-        for server in self._serving:
+        for server, instance_id in self._serving.items():
             try:
                 theirs = self._rollouts.prompt_logprobs(server, self._probes, version=self._version)
             except RolloutError as error:
@@ -173,7 +179,7 @@ class _Loop:
             differences = [
                 abs(one - other) for a, b in zip(ours, theirs, strict=True) for one, other in zip(a, b, strict=True)
             ]
-            gaps.append(Gap(server, fmean(differences), max(differences)))
+            gaps.append(Gap(server, instance_id, fmean(differences), max(differences)))
         return tuple(gaps)
 
     def _wait_until_all_are_back(self) -> None:

@@ -237,7 +237,7 @@ def a_run(
     steps = []
     for number in range(1, 13):
         away = killed_at is not None and killed_at <= number < back
-        gaps = tuple(Gap(url, 1e-7, 1e-6) for url in ("http://one", "http://two")[: 1 if away else 2])
+        gaps = tuple(Gap(url, "", 1e-7, 1e-6) for url in ("http://one", "http://two")[: 1 if away else 2])
         steps.append(
             Step(
                 step=number,
@@ -273,9 +273,12 @@ def test_good_runs_have_no_complaints() -> None:
         (a_run(rewards=(0.06, 0.8)), "the reward of the last 5 steps is 0.800, expected above 0.8"),
         (a_run(rewards=(0.03, 0.1), pushing=False), "without pushing, the reward of the last 5 steps is 0.100"),
         (replace(a_run(), steps=a_run().steps[:9]), "9 steps are too few"),
-        (with_gap(a_run(), Gap("http://two", 1e-5, 1e-5)), "step 4: http://two differs from the trainer by 1.0e-05 on"),
-        (with_gap(a_run(), Gap("http://two", 1e-7, 1e-4)), "1.0e-04 at most"),
-        (with_gap(a_run(), Gap("http://two", float("nan"), float("nan"))), "step 4: http://two differs"),
+        (
+            with_gap(a_run(), Gap("http://two", "", 1e-5, 1e-5)),
+            "step 4: http://two differs from the trainer by 1.0e-05 on",
+        ),
+        (with_gap(a_run(), Gap("http://two", "", 1e-7, 1e-4)), "1.0e-04 at most"),
+        (with_gap(a_run(), Gap("http://two", "", float("nan"), float("nan"))), "step 4: http://two differs"),
         (replace(a_run(), steps=(replace(a_run().steps[0], gaps=()), *a_run().steps[1:])), "step 1: no server could"),
         (a_run(killed_at=4, back=4), "a server was killed at step 4, and yet all took every push"),
         (a_run(killed_at=4, back=99), "the server that was killed at step 4 did not come back"),
@@ -310,6 +313,17 @@ def test_a_good_run_ends_with_0_and_is_written_down(
     written = json.loads((tmp_path / "run.json").read_text())
     assert (len(written["steps"]), written["complaints"]) == (12, [])
     assert "reward 0.060 in the first 5 steps, 0.990 in the last 5; push 0.200 s" in capsys.readouterr().out
+
+
+def test_a_run_that_breaks_off_ends_with_1_and_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(*_: object) -> Run:
+        raise RolloutError("no server answered for 120 s")
+
+    monkeypatch.setattr("grpo.run.train", train)
+    assert grpo_ray.main([]) == 1
+    assert "The run failed: no server answered for 120 s" in capsys.readouterr().err
 
 
 def test_a_control_can_be_plotted_and_summed_up(tmp_path: Path) -> None:
