@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from tiny_model import EOS, PAD, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tiny_model import EOS, PAD, make_tokenizer
 
 LETTERS: Final = "abcdefgh"
 #: Token id = position.

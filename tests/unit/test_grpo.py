@@ -11,14 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import grpo_ray
 import pytest
 import torch
+from torch import Tensor, nn
+
+import grpo_ray
 from grpo.learning import group_advantages, policy_loss, token_logprobs
 from grpo.report import GAP_MAX, GAP_MEAN, Gap, Run, Step, plot
 from grpo.rollouts import VERSION_HEADER, RolloutError, Rollouts
 from grpo.task import LETTERS, VOCABULARY, make_model, make_prompts, probe_tokens, reward
-from torch import Tensor, nn
 
 
 def test_advantages_are_relative_to_the_group() -> None:
