@@ -21,11 +21,13 @@ from grpo.report import ENDS, MIN_STEPS, plot
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options; an impossible one ends the program with code 2."""
+    from weightpush_client.transport import TRANSPORTS
+
     parser = argparse.ArgumentParser(description="Train a tiny policy on rollouts from live vLLM servers.")
     parser.add_argument("--steps", type=int, default=40, help="training steps (default 40)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default 0)")
     parser.add_argument("--servers", type=int, default=2, help="vLLM servers (default 2)")
-    parser.add_argument("--transport", choices=["auto", "gloo", "http", "nccl"], default="auto", help="of the pushes")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="of the pushes")
     parser.add_argument("--mode", choices=["direct", "staged"], default="direct", help="of the pushes")
     parser.add_argument("--no-push", action="store_true", help="the control: train, but never push; it must stay flat")
     parser.add_argument("--kill-server-at", type=int, metavar="STEP", help="kill a server during this step's rollouts")
@@ -48,9 +50,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 if everything was as it must be."""
-    options = parse(arguments)
-    # Before torch and Ray are imported, and for all that they start.
+    # Before torch is imported, and for all that Ray starts.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    options = parse(arguments)
     from grpo.rollouts import RolloutError
     from grpo.run import Settings, train
     from weightpush_client import WeightPushError

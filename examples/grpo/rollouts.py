@@ -18,7 +18,7 @@ class RolloutError(Exception):
     """No server answered in time, or one answered with other weights than expected."""
 
 
-class _AskElsewhere(Exception):
+class Refused(Exception):
     """A server did not answer, refused (503: it has no complete weights), or an update cut its answer short."""
 
 
@@ -80,12 +80,10 @@ class Rollouts:
         """Return the log-probability of every token but the first of each sequence, under the weights of ``server``.
 
         Raises:
-            RolloutError: it does not serve ``version``, or does not answer.
+            Refused: it does not answer, or serves nothing.
+            RolloutError: it serves other weights than ``version``.
         """
-        try:
-            choices = self._ask(server, version, prompt=list(sequences), max_tokens=1, prompt_logprobs=0)
-        except _AskElsewhere as error:
-            raise RolloutError(f"{server}: {error}") from error
+        choices = self._ask(server, version, prompt=list(sequences), max_tokens=1, prompt_logprobs=0)
         return [
             [
                 position[str(token)]["logprob"]
@@ -112,7 +110,7 @@ class Rollouts:
                     ]
                     for number, prompt in enumerate(prompts)
                 ]
-            except _AskElsewhere as error:
+            except Refused as error:
                 if time.monotonic() > deadline:
                     raise RolloutError(f"no server answered for {self._deadline_s:.0f} s; {server}: {error}") from error
                 self.asked_again += 1
@@ -125,9 +123,9 @@ class Rollouts:
         try:
             response = self._client.post(f"{server}/v1/completions", json={"model": self._model, **options})
         except httpx.TransportError as error:
-            raise _AskElsewhere(f"{type(error).__name__}: {error}") from error
+            raise Refused(f"{type(error).__name__}: {error}") from error
         if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-            raise _AskElsewhere(f"refused with 503: {response.text[:200]}")
+            raise Refused(f"refused with 503: {response.text[:200]}")
         if response.is_error:
             raise RolloutError(f"{server} answered {response.status_code}: {response.text[:500]}")
         served = response.headers[VERSION_HEADER]
@@ -135,5 +133,5 @@ class Rollouts:
             raise RolloutError(f"{server} answered with the weights {served!r}, expected {version!r}")
         choices: list[dict[str, Any]] = sorted(response.json()["choices"], key=lambda choice: choice["index"])
         if any(choice["finish_reason"] == "abort" for choice in choices):
-            raise _AskElsewhere("an update aborted some of the answers")
+            raise Refused("an update aborted some of the answers")
         return choices

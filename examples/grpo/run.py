@@ -16,7 +16,7 @@ import ray
 import transformers
 
 from grpo.report import ENDS, HEADER, Gap, Run, Step
-from grpo.rollouts import Rollout, RolloutError, Rollouts
+from grpo.rollouts import Refused, Rollout, Rollouts
 from grpo.task import ANSWER_TOKENS, make_model, make_prompts, probe_tokens, save_model
 from grpo.trainer import Trainer
 from weightpush_client import PushReport
@@ -173,7 +173,7 @@ class _Loop:
         for server, instance_id in self._serving.items():
             try:
                 theirs = self._rollouts.prompt_logprobs(server, self._probes, version=self._version)
-            except RolloutError as error:
+            except Refused as error:
                 self._tell(f"     {server} cannot be compared: {error}")
                 continue
             differences = [
