@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,9 @@ STEPS = 40
 
 def run_example(folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     command = [sys.executable, str(ROOT / "examples" / "grpo_ray.py"), "--json", str(folder / "run.json"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    # Ray's workers would give way to every other process, also to those of other tests.
+    environment = {**os.environ, "RAY_worker_niceness": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
     assert (folder / "run.json").exists(), done.stdout + done.stderr
     return done, json.loads((folder / "run.json").read_text())
 
