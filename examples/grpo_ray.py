@@ -53,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before torch is imported, and for all that Ray starts.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = parse(arguments)
+    from ray.exceptions import RayError
+
     from grpo.rollouts import RolloutError
     from grpo.run import Settings, train
     from weightpush_client import WeightPushError
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="weightpush-grpo-") as folder:
             run = train(settings, Path(folder), lambda line: print(line, flush=True))
-    except (RolloutError, WeightPushError) as error:
+    except (RolloutError, WeightPushError, RayError) as error:
         print(f"\nThe run failed: {error}", file=sys.stderr)
         return 1
     print(f"\n{run.summary()}")

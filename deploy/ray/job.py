@@ -85,23 +85,21 @@ def make_trainers(ranks: int, model: str, fleet: ServerFleet, **resources: Any) 
     return trainers
 
 
-def versions(fleet: ServerFleet, model: str) -> list[str]:
+def versions(fleet: ServerFleet) -> list[str]:
     """Ask every server that is up for a few tokens; return the version that answered each."""
-    body = {"model": model, "prompt": "weights", "max_tokens": 4}
+    body = {"prompt": "weights", "max_tokens": 4}
     answers = [httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=120) for url in fleet.urls()]
     return [answer.raise_for_status().headers["X-Weight-Version"] for answer in answers]
 
 
-def train(fleet: ServerFleet, model: str, *, ranks: int, steps: int, **resources: Any) -> list[PushReport]:
-    """Train ``steps`` steps over ``ranks`` actors, and push after each; return rank 0's reports."""
-    trainers = make_trainers(ranks, model, fleet, **resources)
+def train(trainers: list[Any], fleet: ServerFleet, steps: int) -> list[PushReport]:
+    """Take ``steps`` steps, and push after each; return the reports."""
     reports: list[PushReport] = []
     for step in range(1, steps + 1):
         losses = ray.get([trainer.train.remote(step) for trainer in trainers])
         report = ray.get([trainer.push.remote(f"step-{step}") for trainer in trainers])[0]
         reports.append(report)
-        print(f"step {step}: loss {sum(losses) / ranks:.3f}, served {versions(fleet, model)}\n{report}", flush=True)
-    ray.get([trainer.leave.remote() for trainer in trainers])
+        print(f"step {step}: loss {sum(losses) / len(losses):.3f}, served {versions(fleet)}\n{report}", flush=True)
     return reports
 
 
@@ -118,7 +116,9 @@ def main() -> None:
     gpus = min(1.0, ray.cluster_resources().get("GPU", 0.0))
     with ServerFleet.launch(options.model, replicas=options.replicas, server_args=options.server_args) as fleet:
         print(f"{len(fleet)} servers are up: {', '.join(fleet.urls())}", flush=True)
-        train(fleet, options.model, ranks=options.trainers, steps=options.steps, num_cpus=1, num_gpus=gpus)
+        trainers = make_trainers(options.trainers, options.model, fleet, num_cpus=1, num_gpus=gpus)
+        train(trainers, fleet, options.steps)
+        ray.get([trainer.leave.remote() for trainer in trainers])
 
 
 if __name__ == "__main__":

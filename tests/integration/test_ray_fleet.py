@@ -25,12 +25,13 @@ from support.server import CHEAP_ARGUMENTS, CHEAP_ENVIRONMENT, PLUGIN_FOLDER
 from weightpush_client import ErrorCode, WeightPushError
 from weightpush_client.ray import ReplicaState, ServerFleet
 
-pytestmark = [pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(1200)]
 
 CPUS = 8
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy" / "ray"
 SERVER_ARGS = (*CHEAP_ARGUMENTS, "--distributed-executor-backend", "uni")
-RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false"}
+#: Ray would end actors while other tests fill the machine's memory.
+RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
 
 
 def server_environment() -> dict[str, str]:
@@ -107,7 +108,7 @@ def fleet(cluster: None, checkpoints: Any, marker: str) -> Iterator[ServerFleet]
         replicas=2,
         server_args=SERVER_ARGS,
         env={**server_environment(), name: value},
-        start_timeout_s=400,
+        start_timeout_s=700,
     )
     yield made
     made.shutdown()
@@ -147,12 +148,11 @@ def test_a_fleet_serves_and_is_guarded_by_its_token(fleet: ServerFleet, checkpoi
 
 @pytest.mark.slow
 def test_a_push_reaches_all_and_whoever_dies_comes_back(fleet: ServerFleet, checkpoints: Any, job: ModuleType) -> None:
-    model = str(checkpoints.a)
     with fleet.pusher() as pusher:
         report = pusher.push(checkpoints.b, weight_version="b-1")
         assert {server.url for server in report.servers} == set(fleet.urls())
         assert len({server.fingerprint for server in report.servers}) == 1
-        assert job.versions(fleet, model) == ["b-1", "b-1"]
+        assert job.versions(fleet) == ["b-1", "b-1"]
         before = fleet.status()
 
         # A server dies: the other takes the next push alone.
@@ -173,7 +173,7 @@ def test_a_push_reaches_all_and_whoever_dies_comes_back(fleet: ServerFleet, chec
         assert nobody.value.code is ErrorCode.UNREACHABLE
 
         # Both come back by themselves, as other servers, and serve nothing until weights come.
-        fleet.wait_up(timeout_s=400)
+        fleet.wait_up(timeout_s=600)
         after = fleet.status()
         assert states(fleet) == ["awaiting_weights", "awaiting_weights"]
         assert [(status.restarts, status.actor_restarted) for status in after] == [(1, False), (0, True)]
@@ -183,12 +183,12 @@ def test_a_push_reaches_all_and_whoever_dies_comes_back(fleet: ServerFleet, chec
             assert one.server is not None
             assert other.server is not None
             assert one.server.instance_id != other.server.instance_id
-        answer = httpx.post(f"{fleet.urls()[0]}/v1/completions", json={"model": model, "prompt": "x"}, trust_env=False)
+        answer = httpx.post(f"{fleet.urls()[0]}/v1/completions", json={"prompt": "x"}, trust_env=False)
         assert answer.status_code == 503
         report = pusher.catch_up(checkpoints.a)
         assert report.weight_version == "a-2"
         assert {server.url for server in report.servers} == set(fleet.urls())
-        assert job.versions(fleet, model) == ["a-2", "a-2"]
+        assert job.versions(fleet) == ["a-2", "a-2"]
 
 
 @pytest.mark.slow
@@ -201,10 +201,11 @@ def test_a_trainer_of_several_actors_pushes(fleet: ServerFleet, checkpoints: Any
     # Two ranks with half of each tensor push what the whole checkpoint is.
     assert {server.fingerprint for server in sharded[0].servers} == {whole.servers[0].fingerprint}
     assert len(sharded[0].servers) == 2
+    # Trained weights differ, and every answer carries the version of its step.
+    reports = job.train(trainers, fleet, steps=2)
+    ray.get([trainer.leave.remote() for trainer in trainers])
     for trainer in trainers:
         ray.kill(trainer)
-    # The same as the job does it: trained weights differ, and every answer carries the version of its step.
-    reports = job.train(fleet, str(checkpoints.b), ranks=2, steps=2, num_cpus=1)
     assert [report.weight_version for report in reports] == ["step-1", "step-2"]
     assert len({whole.servers[0].fingerprint, *(report.servers[0].fingerprint for report in reports)}) == 3
     assert versions(fleet) == ["step-2", "step-2"]
@@ -227,7 +228,7 @@ def test_a_failed_launch_names_the_replica_and_leaves_nothing(
             placement=group,
             server_args=SERVER_ARGS,
             env={**server_environment(), name: value},
-            start_timeout_s=300,
+            start_timeout_s=600,
         )
     assert bad_model.value.code is ErrorCode.LAUNCH_FAILED
     assert "replica 0 is not up: replica 0 (node " in bad_model.value.message
@@ -236,7 +237,7 @@ def test_a_failed_launch_names_the_replica_and_leaves_nothing(
     assert "no-such-model" in log
     until(lambda: not processes_with(mark), lambda: processes_with(mark), 60)
     remove_placement_group(group)
-    until(lambda: ray.available_resources().get("CPU") == free, ray.available_resources, 60)
+    until(lambda: ray.available_resources()["CPU"] >= free, ray.available_resources, 60)
 
 
 @pytest.mark.parametrize("placement", ["spread", "pack"])
@@ -246,7 +247,7 @@ def test_a_fleet_that_does_not_fit_is_refused_in_time(cluster: None, placement: 
         ServerFleet.launch("m", replicas=2, resources_per_replica={"CPU": 1000}, placement=placement, start_timeout_s=2)
     assert no_room.value.code is ErrorCode.LAUNCH_FAILED
     assert f"the cluster has CPU {CPUS}" in no_room.value.message
-    until(lambda: ray.available_resources()["CPU"] == free, ray.available_resources, 60)
+    until(lambda: ray.available_resources()["CPU"] >= free, ray.available_resources, 60)
 
 
 @pytest.mark.parametrize(

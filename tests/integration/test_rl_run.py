@@ -23,8 +23,8 @@ STEPS = 40
 
 def run_example(folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     command = [sys.executable, str(ROOT / "examples" / "grpo_ray.py"), "--json", str(folder / "run.json"), *options]
-    # Ray's workers would give way to every other process, also to those of other tests.
-    environment = {**os.environ, "RAY_worker_niceness": "0"}
+    # Ray's workers would give way to every other process, and be killed where all of them together need much memory.
+    environment = {**os.environ, "RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
     assert (folder / "run.json").exists(), done.stdout + done.stderr
     return done, json.loads((folder / "run.json").read_text())

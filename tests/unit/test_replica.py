@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from weightpush_client import replica as replicas
 from weightpush_client.replica import Replica, ReplicaSettings, ReplicaState, ReplicaStatus
+from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import Status
 from weightpush_protocol.state import ServerState
 
@@ -228,3 +230,14 @@ def test_a_server_is_gone_when_its_last_process_is(make: Made) -> None:
     replica.kill_server()
     until(lambda: replica.status().log, "no end")
     assert replica.status().log.splitlines()[-1] == "the last word"
+
+
+def test_a_machine_without_vllm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "find_spec", lambda _: None)
+    with pytest.raises(WeightPushError, match="vLLM is not installed there") as missing:
+        Replica(ReplicaSettings(0, "m"), host=HOST)
+    assert missing.value.code is ErrorCode.LAUNCH_FAILED
+
+
+def test_the_command_is_that_of_the_supervisor() -> None:
+    assert replicas.serve_command(["m"]) == [sys.executable, "-m", "weightpush_server.supervisor", "m"]

@@ -8,8 +8,10 @@ import pytest
 
 from weightpush_client.replica_options import (
     actor_options,
+    check_resources,
     default_resources,
     environment_of,
+    taken_of,
     words_of,
     workers_of,
 )
@@ -77,6 +79,26 @@ def test_resources() -> None:
         "memory": 1e9,
         "resources": {"accelerator_type:H100": 0.1},
     }
+
+
+@pytest.mark.parametrize("resources", [{}, {"CPU": 0}, {"GPU": -1}, {"CPU": "1"}, {"CPU": float("nan")}])
+def test_amounts_that_nobody_can_give_are_refused(resources: Any) -> None:
+    check_resources(None)
+    check_resources({"CPU": 0, "GPU": 0.5})
+    with pytest.raises(WeightPushError, match="resources_per_replica"):
+        check_resources(resources)
+
+
+def test_what_replicas_take_of_a_placement_group() -> None:
+    bundles = [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}, {"CPU": 8.0}]
+    assert taken_of(bundles, None, 2) == bundles[:2]
+    assert taken_of(bundles, {"GPU": 1}, 2) == [{"GPU": 1}] * 2
+    with pytest.raises(WeightPushError, match="replica 3 has no bundle: the placement group has 3 for 5 replicas"):
+        taken_of(bundles, None, 5)
+    with pytest.raises(WeightPushError, match="asks for CPU 2, and bundle 1 of the placement group has 1"):
+        taken_of(bundles, {"CPU": 2}, 3)
+    with pytest.raises(WeightPushError, match="asks for GPU 1, and bundle 2 of the placement group has 0"):
+        taken_of(bundles, {"GPU": 1}, 3)
 
 
 def test_environment() -> None:

@@ -17,7 +17,7 @@ import math
 import secrets
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -27,8 +27,10 @@ from weightpush_client.replica import Replica, ReplicaSettings, ReplicaState, Re
 from weightpush_client.replica_options import (
     ServerArgs,
     actor_options,
+    check_resources,
     default_resources,
     environment_of,
+    taken_of,
     words_of,
 )
 from weightpush_protocol.errors import ErrorCode, WeightPushError
@@ -132,6 +134,7 @@ class ServerFleet:
             raise _invalid("Ray is not initialised: call ray.init() first")
         if replicas < 1:
             raise _invalid(f"replicas must be at least 1, got {replicas}")
+        check_resources(resources_per_replica)
         words = words_of(server_args)
         environment, token = environment_of(env, token)
         token = secrets.token_hex(_TOKEN_BYTES) if token is None else token
@@ -141,18 +144,12 @@ class ServerFleet:
         try:
             if isinstance(placement, str):
                 wanted = resources_per_replica or default_resources(words, ray.cluster_resources().get("GPU", 0.0))
-                group = fleet._reserve(dict(wanted), replicas, placement, deadline)
-                bundles = [dict(wanted)] * replicas
+                group, taken = fleet._reserve(dict(wanted), replicas, placement), [wanted] * replicas
             else:
-                group, bundles = placement, placement.bundle_specs
-                if len(bundles) < replicas:
-                    raise _invalid(
-                        f"replica {len(bundles)} has no bundle: the placement group has {len(bundles)} for {replicas} "
-                        "replicas"
-                    )
-            for index in range(replicas):
-                taken = actor_options(resources_per_replica or bundles[index])
-                fleet._replicas.append(_start(replace(settings, index=index), group, taken))
+                group, taken = placement, taken_of(placement.bundle_specs, resources_per_replica, replicas)
+            _wait_for_room(group, taken, deadline - time.monotonic())
+            for index, resources in enumerate(taken):
+                fleet._replicas.append(_start(replace(settings, index=index), group, actor_options(resources)))
             fleet.wait_up(timeout_s=deadline - time.monotonic())
         except BaseException:
             fleet.shutdown(grace_s=0.0)
@@ -201,7 +198,8 @@ class ServerFleet:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            statuses = self._statuses()
+            left_s = max(_LOOK_S, deadline - time.monotonic())
+            statuses = self._statuses(timeout_s=min(_ANSWER_S, left_s))
             if all(status.state is ReplicaState.UP for status in statuses):
                 return statuses
             given_up = [status for status in statuses if status.state is ReplicaState.GAVE_UP]
@@ -215,6 +213,7 @@ class ServerFleet:
 
         Raises:
             WeightPushError: ``unreachable``: its actor does not answer.
+            IndexError: there is no such replica.
         """
         (result,) = self._ask("kill_server", only=[index], timeout_s=_KILL_S)
         if isinstance(result, Exception):
@@ -224,7 +223,9 @@ class ServerFleet:
         """End all servers, after ``grace_s`` seconds by force, and give their resources back. May be called again."""
         ray = _ray()
         if ray.is_initialized():
-            self._ask("stop", grace_s, timeout_s=grace_s + _KILL_S)
+            # Those that do not answer, or were never placed, are not waited for: a server ends with its actor.
+            known = [status.index for status in self._statuses() if status.state is not ReplicaState.UNREACHABLE]
+            self._ask("stop", grace_s, timeout_s=grace_s + _KILL_S, only=known)
             for actor in self._replicas:
                 ray.kill(actor)
             if self._placement is not None:
@@ -240,8 +241,8 @@ class ServerFleet:
             raise WeightPushError(ErrorCode.UNREACHABLE, f"no replica of the fleet is up: {states}")
         return urls
 
-    def _reserve(self, wanted: dict[str, float], count: int, strategy: str, deadline: float) -> PlacementGroup:
-        """Make a placement group with a bundle for each replica, and wait until it has its resources."""
+    def _reserve(self, wanted: dict[str, float], count: int, strategy: str) -> PlacementGroup:
+        """Ask for a placement group with a bundle for each replica."""
         ray = _ray()
         if strategy not in ("spread", "pack"):
             raise _invalid(f"placement {strategy!r} is neither 'spread' nor 'pack' nor a placement group")
@@ -250,18 +251,10 @@ class ServerFleet:
         except ValueError as error:
             raise _invalid(f"resources_per_replica {wanted}: {error}") from error
         self._placement = group
-        left_s = max(0.0, deadline - time.monotonic())
-        if not group.wait(math.ceil(left_s)):
-            raise WeightPushError(
-                ErrorCode.LAUNCH_FAILED,
-                f"no room within {left_s:.0f} s for {_named(range(count))} of {_amounts(wanted)} each: the cluster has "
-                f"{_amounts(ray.cluster_resources())}, of which {_amounts(ray.available_resources())} are free; ask "
-                "for fewer replicas or smaller resources_per_replica, or add nodes",
-            )
         return group
 
-    def _statuses(self, ask_server: bool = False) -> list[ReplicaStatus]:
-        results = self._ask("status", ask_server, timeout_s=_ANSWER_S)
+    def _statuses(self, ask_server: bool = False, timeout_s: float = _ANSWER_S) -> list[ReplicaStatus]:
+        results = self._ask("status", ask_server, timeout_s=timeout_s)
         return [_status(index, result) for index, result in enumerate(results)]
 
     def _ask(self, method: str, *arguments: Any, timeout_s: float, only: list[int] | None = None) -> list[Any]:
@@ -281,6 +274,17 @@ class ServerFleet:
             except Exception as error:  # noqa: BLE001 - becomes this replica's result
                 results.append(error)
         return results
+
+
+def _wait_for_room(group: PlacementGroup, taken: Sequence[Mapping[str, float]], timeout_s: float) -> None:
+    ray = _ray()
+    if not group.wait(math.ceil(max(0.0, timeout_s))):
+        raise WeightPushError(
+            ErrorCode.LAUNCH_FAILED,
+            f"no room within {timeout_s:.0f} s for {_named(range(len(taken)))} of {_amounts(taken[0])} each: the "
+            f"cluster has {_amounts(ray.cluster_resources())}, of which {_amounts(ray.available_resources())} are "
+            "free; ask for fewer replicas or smaller resources_per_replica, or add nodes",
+        )
 
 
 def _start(settings: ReplicaSettings, group: PlacementGroup, options: dict[str, Any]) -> ActorHandle[Any]:

@@ -46,7 +46,7 @@ class ReplicaStatus:
     """A replica as it is now.
 
     Attributes:
-        url: address of its server; it stays the same when the server is started again on the same node.
+        url: address of its server; the same after a restart on the same node, and None once it has given up.
         node: address of its node; ``node_id`` is Ray's name for it.
         pid: process id of the server's supervisor on that node, while it runs.
         restarts: how often the server was started again since the actor was started.
@@ -87,7 +87,7 @@ class ReplicaSettings:
     index: int
     model: str
     arguments: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     token: str | None = field(default=None, repr=False)
     quick_crashes: int = 5
     healthy_s: float = 120.0
@@ -202,6 +202,7 @@ class Replica:
         finally:
             if self._stopping.is_set():
                 self._enter(ReplicaState.STOPPED)
+            self._give_port_back()
 
     def _run_servers(self) -> None:
         # The same budget as that of `--restart-on-failure`, which knows nothing of ports.
@@ -221,8 +222,9 @@ class Replica:
                 continue
             was_up = was_up or up_since is not None
             exit_status = status if status >= 0 else 128 - status
-            ended = f"the server {describe_exit(exit_status)}{'' if up_since else ' before it was up'}"
-            pause_s = budget.spend(time.monotonic() - up_since if up_since else 0.0) if was_up else None
+            ended = f"the server {describe_exit(exit_status)}{' before it was up' if up_since is None else ''}"
+            up_s = 0.0 if up_since is None else time.monotonic() - up_since
+            pause_s = budget.spend(up_s) if was_up else None
             if pause_s is None:
                 often = f", {budget.limit + 1} times in a row" if was_up else ""
                 self._enter(ReplicaState.GAVE_UP, f"{ended}{often}", child.tail())

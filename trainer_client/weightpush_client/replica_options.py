@@ -126,6 +126,42 @@ def default_resources(words: Sequence[str], gpus_in_cluster: float) -> dict[str,
     return resources
 
 
+def check_resources(resources: Mapping[str, float] | None) -> None:
+    """Refuse amounts that Ray would take for a placement and never give.
+
+    Raises:
+        WeightPushError: ``invalid_request``: an amount is negative, no number, or all are zero.
+    """
+    for name, amount in (resources or {}).items():
+        if not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
+            raise _invalid(f"resources_per_replica[{name!r}] must be a number from 0 on, got {amount!r}")
+    if resources is not None and not any(resources.values()):
+        raise _invalid("resources_per_replica holds nothing: leave it out for the default")
+
+
+def taken_of(
+    bundles: Sequence[Mapping[str, float]], wanted: Mapping[str, float] | None, replicas: int
+) -> list[Mapping[str, float]]:
+    """Return what each replica takes of its bundle in a placement group: what is wanted, or the whole of it.
+
+    Raises:
+        WeightPushError: ``invalid_request``: a replica has no bundle, or one that is too small: its actor would wait
+            for ever.
+    """
+    if len(bundles) < replicas:
+        raise _invalid(
+            f"replica {len(bundles)} has no bundle: the placement group has {len(bundles)} for {replicas} replicas"
+        )
+    for index, bundle in enumerate(bundles[:replicas]):
+        for name, amount in (wanted or {}).items():
+            if amount > bundle.get(name, 0.0):
+                raise _invalid(
+                    f"resources_per_replica asks for {name} {amount:g}, and bundle {index} of the placement group has "
+                    f"{bundle.get(name, 0.0):g}"
+                )
+    return [wanted or bundle for bundle in bundles[:replicas]]
+
+
 def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
     """Return ``resources``, in the names of a placement group's bundle, as options of a Ray actor."""
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}

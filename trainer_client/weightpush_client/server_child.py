@@ -75,7 +75,7 @@ class ServerChild:
             self._hang_up()
         return self._gone.wait(_GONE_S)
 
-    def tail(self, lines: int = 30) -> str:
+    def tail(self, lines: int = 60) -> str:
         """Return the end of what it printed."""
         return "\n".join(list(self._lines)[-lines:])
 
