@@ -44,7 +44,7 @@ class Servers:
 @pytest.fixture(scope="module")
 def three(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     # One that is killed comes back by itself, and awaits weights.
-    options = ["--restart-on-failure", "20"]
+    options = ["--restart-on-failure", "20", "--staging-budget-mb", "64"]
     servers = [
         ServerProcess(checkpoints.a, options, folder=tmp_path_factory.mktemp(f"fleet-{number}"), token=TOKEN)
         for number in range(3)
@@ -187,7 +187,7 @@ def test_exclude_commits_on_the_others_and_catch_up_takes_it_back(
         serves(server, "B", cold_b)
 
 
-def test_exclude_in_staged_mode_costs_the_others_not_one_request(
+def test_exclude_in_staged_mode_lets_the_old_version_serve_until_all_is_there(
     three: Servers, fleet: list[ServerProcess], checkpoints: Checkpoints, cold_b: dict[str, str]
 ) -> None:
     first, broken, last = fleet

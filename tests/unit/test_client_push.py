@@ -243,6 +243,23 @@ def test_auto_means_gloo_with_workers_that_have_it_and_else_http(
     assert with_workers.begins[-1].transport.world_size == 3
 
 
+@pytest.mark.case("C92")
+@pytest.mark.parametrize("transport", ["http", "gloo"])
+def test_an_fp32_trainer_sends_a_bf16_server_two_bytes_a_number(
+    transport: str, make_server: MakeServer, workers: list[ReceiverProcess]
+) -> None:
+    numbers = 4 * 256 * 256
+    weights = {f"layers.{number}.weight": torch.randn(256, 256) for number in range(4)}
+    specs = [TensorSpec(name=name, dtype="bfloat16", shape=(256, 256)) for name in weights]
+    server = make_server(specs, workers=workers[:1])
+    with pusher_for(server, transport=transport, bucket_bytes=2**17) as pusher:
+        report = pusher.push(weights, weight_version="v1")
+    assert report.bytes == 2 * numbers
+    # Beside the numbers only the header of each body.
+    assert 2 * numbers <= server.bytes_received < 2 * numbers + 4096
+    assert all(torch.equal(server.weights[name], tensor.bfloat16()) for name, tensor in weights.items())
+
+
 def test_options_reach_the_server(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server = make_server()
     monkeypatch.setenv("WEIGHTPUSH_CONTROL_TOKEN", f" {TOKEN}\n")
