@@ -168,27 +168,29 @@ def plot(run: Run, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (reward, seconds, gap) = pyplot.subplots(3, 1, sharex=True, figsize=(8, 8), layout="constrained")
+    rows = 3 if run.pushing else 2
+    figure, panels = pyplot.subplots(rows, 1, sharex=True, figsize=(8, 2.7 * rows), layout="constrained")
+    reward, gap = panels[0], panels[-1]
     numbers = [step.step for step in run.steps]
     reward.plot(numbers, [step.reward for step in run.steps], marker=".", label="mean reward")
+    reward.set(ylabel="reward", ylim=(0, 1.02), title="pushed after each step" if run.pushing else "never pushed")
     if run.pushing:
+        seconds = panels[1]
         seconds.plot(numbers, [step.push_seconds for step in run.steps], marker=".", label="push")
         seconds.plot(numbers, [step.pause_seconds for step in run.steps], marker=".", label="of which servers paused")
+        seconds.set(ylabel="seconds")
+        seconds.set_ylim(bottom=0)
     gap.plot(numbers, [step.gap_max for step in run.steps], marker=".", label="largest")
     gap.plot(numbers, [step.gap_mean for step in run.steps], marker=".", label="mean")
     gap.axhline(GAP_MAX, linestyle="--", color="grey", label="allowed: largest")
     gap.axhline(GAP_MEAN, linestyle=":", color="grey", label="allowed: mean")
-    reward.set(ylabel="reward", ylim=(0, 1.02), title="pushed after each step" if run.pushing else "never pushed")
-    seconds.set(ylabel="seconds")
-    seconds.set_ylim(bottom=0)
     gap.set(ylabel="log-probability gap", yscale="log", xlabel="step")
     away = [step.step for step in run.steps if len(step.gaps) < run.servers]
-    for axes in (reward, seconds, gap):
+    for axes in panels:
         if away:
             axes.axvspan(away[0] - 0.5, away[-1] + 0.5, alpha=0.15, color="grey", label="a server is away")
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
+        axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
