@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 import transformers
+
 from tiny_model import QWEN3_CONFIG, make_tiny_checkpoint
 
 FOLDER = Path(".demo")

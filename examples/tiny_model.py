@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,9 +42,9 @@ QWEN3_CONFIG: Final[dict[str, Any]] = {
 }
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the character tokenizer; a character that it does not know becomes a question mark."""
-    tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="?"))
+def make_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> PreTrainedTokenizerFast:
+    """Return a character tokenizer; a character that it does not know becomes a question mark."""
+    tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token="?"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token="?")
