@@ -215,7 +215,10 @@ LAST = LastPush("v1", {"x": "1", "y": "2"}, True, {"i1": "f"})
     [
         (status(fingerprint="f"), True),
         (status(state=ServerState.STAGING, fingerprint="f"), True),
-        (status(instance="another", fingerprint="of other workers"), True),
+        (status(instance="another", fingerprint="f"), True),
+        # Whoever labelled it may have meant other bytes.
+        (status(instance="another", fingerprint="of other workers"), False),
+        (status(instance="another"), False),
         # Somebody else's bytes under the same label.
         (status(fingerprint="g"), False),
         (status(version="v0"), False),
