@@ -19,6 +19,7 @@ from grpo.report import ENDS, HEADER, Gap, Run, Step
 from grpo.rollouts import Refused, Rollout, Rollouts
 from grpo.task import ANSWER_TOKENS, make_model, make_prompts, probe_tokens, save_model
 from grpo.trainer import Trainer
+from tiny_model import CPU_ENVIRONMENT
 from weightpush_client import PushReport
 from weightpush_client.ray import ServerFleet
 
@@ -30,15 +31,6 @@ BACK_S: Final = 300.0
 #: vLLM on a few CPU cores, as quickly as it starts. float32, so that servers and trainer can be compared exactly.
 SERVER_OPTIONS: Final = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "128")
 CPU_OPTIONS: Final = ("--distributed-executor-backend", "uni")
-CPU_ENVIRONMENT: Final = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 @dataclass(frozen=True, slots=True)
