@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, get_args
 from urllib.parse import urlsplit
 
 import torch
@@ -12,12 +12,14 @@ import torch
 from weightpush_client.policy import LOST_SERVERS
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import Status
-from weightpush_protocol.transports.base import Sender, TransportConfig
+from weightpush_protocol.transports.base import Sender, TransportConfig, TransportName, check_available
 from weightpush_protocol.transports.collective import CollectiveSender
+from weightpush_protocol.transports.shared_memory import SharedBuffers, host_id
+from weightpush_protocol.transports.shm_sender import ShmSender
 from weightpush_protocol.transports.sockets import pick_host
 
 #: What ``transport=`` may be.
-TRANSPORTS: Final = ("auto", "nccl", "gloo", "http")
+TRANSPORTS: Final = ("auto", *get_args(TransportName))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Link:
         places: of these servers among all that take part.
         configs: what each of them is told in ``begin``.
         server_of_rank: address of the server to which each worker belongs, from rank 1 on.
-        sender: the trainer's end of a collective transport; None for ``http``.
+        sender: the trainer's end; None for ``http``.
     """
 
     name: str
@@ -45,8 +47,11 @@ class Link:
             error.details.setdefault(LOST_SERVERS, sorted({self.server_of_rank[rank - 1] for rank in ranks}))
 
 
-def choose_transport(wanted: str, status: Status, device: torch.device) -> str:
-    """Return ``wanted``, or what ``auto`` means for weights on ``device`` and the workers of this server."""
+def choose_transport(wanted: str, status: Status, device: torch.device, *, without: Container[str] = ()) -> str:
+    """Return ``wanted``, or what ``auto`` means for weights on ``device`` and the workers of this server.
+
+    ``without``: what ``auto`` must not mean.
+    """
     if wanted != "auto":
         return wanted
 
@@ -55,7 +60,14 @@ def choose_transport(wanted: str, status: Status, device: torch.device) -> str:
 
     if device.type == "cuda" and everywhere("nccl"):
         return "nccl"
+    if "shm" not in without and everywhere("shm") and _share_host(status):
+        return "shm"
     return "gloo" if everywhere("gloo") else "http"
+
+
+def _share_host(status: Status) -> bool:
+    # Both ends ask the kernel who they are. An address says little: behind it may be a proxy or another namespace.
+    return bool(host_id()) and all(worker.host_id == host_id() for worker in status.workers)
 
 
 def make_links(
@@ -65,8 +77,11 @@ def make_links(
     *,
     device: torch.device,
     data_host: str | None,
+    share: Callable[[], SharedBuffers],
 ) -> list[Link]:
     """Return one link for each of the transports ``names``, which are given for each server.
+
+    ``share`` returns the memory for ``shm``.
 
     Raises:
         WeightPushError: ``transport_unavailable``: one cannot run here, or a server lists no workers.
@@ -83,6 +98,7 @@ def make_links(
                     [statuses[place] for place in places],
                     device=device,
                     data_host=data_host,
+                    share=share,
                 )
             )
     except BaseException:
@@ -106,6 +122,7 @@ def _make_link(
     *,
     device: torch.device,
     data_host: str | None,
+    share: Callable[[], SharedBuffers],
 ) -> Link:
     if name == "http":
         return Link(name, places, tuple(TransportConfig(name="http") for _ in places))
@@ -115,12 +132,18 @@ def _make_link(
                 ErrorCode.TRANSPORT_UNAVAILABLE,
                 f"{url} lists no workers, so {name} cannot reach them; use transport='http'",
             )
-    sender = CollectiveSender(
-        "nccl" if name == "nccl" else "gloo",
-        host=data_host or _host_for(urls),
-        world_size=1 + sum(len(status.workers) for status in statuses),
-        device=device,
-    )
+    world_size = 1 + sum(len(status.workers) for status in statuses)
+    sender: Sender
+    if name == "shm":
+        check_available("shm", device)
+        sender = ShmSender(share(), world_size=world_size)
+    else:
+        sender = CollectiveSender(
+            "nccl" if name == "nccl" else "gloo",
+            host=data_host or _host_for(urls),
+            world_size=world_size,
+            device=device,
+        )
     configs = []
     server_of_rank: list[str] = []
     for url, status in zip(urls, statuses, strict=True):
