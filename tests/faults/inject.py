@@ -151,7 +151,7 @@ def _stale_epoch(scene: Scene, trainer: Trainer) -> Outcome | None:
             older = {"update_id": running["update_id"], "epoch": running["epoch"] - 1}
             unknown = {"update_id": uuid.uuid4().hex}
             for names in (older, unknown):
-                calls = {"stream": {**names, "bucket": 0}, "finish": names, "abort": names}
+                calls = {"stream": {**names, "bucket": 0}, "prepare": names, "finish": names, "abort": names}
                 for path, body in calls.items():
                     answer = client.post(f"/reload/{path}", json=body)
                     if answer.status_code != 409 or answer.json()["error"]["code"] != "stale_update":

@@ -164,6 +164,8 @@ class ContractServer:
         self.rollbacks: list[RollbackRequest] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.ended: dict[str, str] = {}
+        #: Of buckets, as they came: bodies with their headers.
+        self.bytes_received = 0
         self.protocol = PROTOCOL_VERSION
         self._token = token
         self._state = ServerState.SERVING
@@ -354,6 +356,7 @@ class ContractServer:
                 raise WeightPushError(ErrorCode.BUCKET_OUT_OF_ORDER, f"bucket {number} came twice")
             update.buckets.add(number)
             body = await request.body()
+            self.bytes_received += len(body)
             header = parse_header(body, total_bytes=len(body))
             named, digests = digests_from_metadata(header.metadata)
             if named != number:
@@ -378,7 +381,9 @@ class ContractServer:
             for copy in copies:
                 if isinstance(copy, BaseException):
                     raise copy
-                self._land(update, number, bytes(copy) if isinstance(copy, bytes) else copy.numpy().tobytes(), digests)
+                data = bytes(copy) if isinstance(copy, bytes) else copy.numpy().tobytes()
+                self.bytes_received += len(data)
+                self._land(update, number, data, digests)
         except WeightPushError as error:
             self._end(error)
 

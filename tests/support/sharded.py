@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -236,7 +236,7 @@ def zero3_stand_in(model: nn.Module) -> nn.Module:
     return model
 
 
-def make_pusher(rank: int, url: str, options: Mapping[str, Any], token: str = TOKEN) -> None:
+def make_pusher(rank: int, url: str | Sequence[str], options: Mapping[str, Any], token: str = TOKEN) -> None:
     """Make this rank's pusher, for the calls to come."""
     if "deadlines" in options:
         options = {**options, "deadlines": Deadlines(**options["deadlines"])}
@@ -260,6 +260,17 @@ def push(
         if isinstance(sys.modules.get("deepspeed"), SimpleNamespace):
             del sys.modules["deepspeed"]
     return report
+
+
+def catch_up(rank: int, wrap: Callable[[nn.Module], nn.Module], step: int) -> PushReport:
+    """Bring the servers that are behind to the model of ``step``."""
+    report: PushReport = STATE["pusher"].catch_up(wrap(reference(step)))
+    return report
+
+
+def push_in_the_background(rank: int) -> None:
+    """Ask for what a sharded pusher does not do."""
+    STATE["pusher"].push_async(reference(0), weight_version="step-0")
 
 
 def push_unlike(rank: int, step: int) -> PushReport:

@@ -253,6 +253,33 @@ def test_status_of_servers_that_fail_or_are_gone(server: ContractServer, checkpo
     assert [entry.get("status", entry.get("error"))["state"] for entry in json.loads(out)] == ["failed", None]
 
 
+def test_a_fleet_in_which_one_server_fails(server: ContractServer, checkpoint: Path) -> None:
+    """The exit code tells a push that not all took from one that all took, and the status who is behind."""
+    other = ContractServer([TensorSpec.of(name, tensor) for name, tensor in WEIGHTS.items()], token=None)
+    try:
+
+        async def refuse() -> None:
+            raise WeightPushError(ErrorCode.RELOAD_REFUSED, "not this one")
+
+        other.hooks["begin"] = refuse
+        both = ("--url", server.url, "--url", other.url)
+        code, _, err = run("push", checkpoint, *both, "--version", "v1")
+        assert (code, "not this one [reload_refused]" in err) == (1, True)
+        code, out, _ = run("push", checkpoint, *both, "--version", "v2", "--on-server-failure", "exclude")
+        assert code == 3
+        assert f"{other.url}: EXCLUDED, serving: not this one [reload_refused]" in out
+        code, out, _ = run("status", server.url, other.url)
+        assert (code, f"1 of 2 serve v2; behind: {other.url} (serves default)" in out) == (0, True)
+        other.hooks.clear()
+        code, out, _ = run("push", checkpoint, *both, "--version", "v3", "--on-server-failure", "exclude")
+        assert (code, "EXCLUDED" in out) == (0, False)
+        assert "all 2 serve v3" in run("status", server.url, other.url)[1]
+    finally:
+        other.close()
+    code, _, err = run("push", checkpoint, *both, "--version", "v4", "--from-disk", "--on-server-failure", "exclude")
+    assert (code, "leave --on-server-failure out" in err) == (2, True)
+
+
 # watch and abort
 
 

@@ -225,11 +225,39 @@ def test_two_servers_take_one_update(transport: str, make_server: MakeServer, wo
 def test_auto_means_gloo_with_workers_that_have_it_and_else_http(
     make_server: MakeServer, workers: list[ReceiverProcess]
 ) -> None:
-    with_workers, without = make_server(workers=workers), make_server()
+    with_workers, without, third = make_server(workers=workers[:1]), make_server(), make_server(workers=workers[1:])
     with pusher_for(with_workers, transport="auto") as pusher:
         assert pusher.push(make_weights(), weight_version="v1").transport == "gloo"
-    with pusher_for(with_workers, without, transport="auto") as pusher:
+    with pusher_for(without, transport="auto") as pusher:
         assert pusher.push(make_weights(), weight_version="v2").transport == "http"
+    # Each gets the same update in its own way, and those of one way are in one group.
+    servers = (with_workers, without, third)
+    with pusher_for(*servers, transport="auto") as pusher:
+        report = pusher.push(make_weights(), weight_version="v3")
+    assert report.transport == "gloo+http"
+    for server in servers:
+        assert_arrived(server)
+        assert server.begins[-1].update_id == report.update_id
+    assert [server.begins[-1].transport.name for server in servers] == ["gloo", "http", "gloo"]
+    assert [server.begins[-1].transport.rank_offset for server in (with_workers, third)] == [1, 2]
+    assert with_workers.begins[-1].transport.world_size == 3
+
+
+@pytest.mark.case("C92")
+@pytest.mark.parametrize("transport", ["http", "gloo"])
+def test_an_fp32_trainer_sends_a_bf16_server_two_bytes_a_number(
+    transport: str, make_server: MakeServer, workers: list[ReceiverProcess]
+) -> None:
+    numbers = 4 * 256 * 256
+    weights = {f"layers.{number}.weight": torch.randn(256, 256) for number in range(4)}
+    specs = [TensorSpec(name=name, dtype="bfloat16", shape=(256, 256)) for name in weights]
+    server = make_server(specs, workers=workers[:1])
+    with pusher_for(server, transport=transport, bucket_bytes=2**17) as pusher:
+        report = pusher.push(weights, weight_version="v1")
+    assert report.bytes == 2 * numbers
+    # Beside the numbers only the header of each body.
+    assert 2 * numbers <= server.bytes_received < 2 * numbers + 4096
+    assert all(torch.equal(server.weights[name], tensor.bfloat16()) for name, tensor in weights.items())
 
 
 def test_options_reach_the_server(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -699,6 +727,7 @@ def test_a_server_that_does_not_commit_is_named_with_those_that_did(make_server:
     error = push_fails(good, bad)
     assert (error.code, error.server) == (ErrorCode.PROOF_FAILED, bad.url)
     assert error.details == {"committed": [good.url], "failed": [bad.url]}
+    assert good.calls.index("prepare") < good.calls.index("finish")
     assert list(good.ended.values()) == ["committed"]
     assert list(bad.ended.values()) == ["aborted"]
 

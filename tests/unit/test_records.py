@@ -118,6 +118,27 @@ def test_an_update_lost_while_publishing_keeps_the_old_version() -> None:
     assert (control.state, control.weight_version, control.kept) == (ServerState.FAILED, "v0", [])
 
 
+def test_the_lease_runs_only_while_the_next_step_is_the_trainers() -> None:
+    update = make_update()
+    assert not update.awaits_trainer  # It is being checked.
+    update.enter(Phase.RECEIVING)
+    assert update.awaits_trainer
+    update.preparing = True
+    assert not update.awaits_trainer
+    with pytest.raises(WeightPushError, match="came while the update was receiving"):
+        update.take_bucket(0, None, as_body=update.transport == "http")
+    update.enter(Phase.CLOSING)
+    assert not update.awaits_trainer
+    update.enter(Phase.PREPARED)
+    assert update.awaits_trainer
+    update.finishing = True
+    assert not update.awaits_trainer
+    update = make_update()
+    update.enter(Phase.RECEIVING)
+    update.finishing = True
+    assert not update.awaits_trainer
+
+
 @pytest.mark.case("C6", "C46")
 def test_calls_of_other_updates_are_fenced_off() -> None:
     control = running()

@@ -180,6 +180,42 @@ def test_a_server_that_fails_in_mid_stream_ends_every_rank(pair: Ranks, server: 
     assert_serves(server, 2)
 
 
+def test_ranks_read_again_for_the_servers_that_are_left_and_catch_up_together(
+    pair: Ranks, server: ContractServer
+) -> None:
+    bad = ContractServer(sharded.expected_specs())
+
+    async def fail() -> Response | None:
+        if bad.calls.count("stream") < 3:
+            return None
+        error = WeightPushError(ErrorCode.LANDING_FAILED, "no room")
+        bad.fail(error)
+        raise error
+
+    bad.hooks["stream"] = fail
+    try:
+        pair.run(sharded.make_pusher, [server.url, bad.url], {**OPTIONS, "on_server_failure": "exclude"})
+        first, second = pair.run(sharded.push, sharded.fsdp2, 1)
+        assert first == second
+        assert [part.url for part in first.servers] == [server.url]
+        assert [(part.url, part.code, part.message) for part in second.excluded] == [
+            (bad.url, ErrorCode.LANDING_FAILED, "no room")
+        ]
+        assert_serves(server, 1)
+        assert len(server.begins) == 2
+        bad.hooks.clear()
+        pair.start(sharded.catch_up, sharded.fsdp2, 2)
+        assert_all_refused(pair.results(), ErrorCode.WEIGHTS_REJECTED, "not the weights that were pushed last")
+        first, second = pair.run(sharded.catch_up, sharded.fsdp2, 1)
+        assert [part.url for part in first.servers] == [bad.url]
+        assert first == second
+        assert_serves(bad, 1)
+        pair.start(sharded.push_in_the_background)
+        assert_all_refused(pair.results(), ErrorCode.INVALID_REQUEST, "push_async is not for sharded trainers")
+    finally:
+        bad.close()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_that_changed_is_named_before_anybody_gathers(pair: Ranks, server: ContractServer, rank: int) -> None:
     pair.run(sharded.make_pusher, server.url, OPTIONS)

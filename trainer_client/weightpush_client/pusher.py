@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from weightpush_client.access import ControlToken, Tls
 from weightpush_client.align import agreed_manifest, align
 from weightpush_client.background import PushHandle, Stop, copied
-from weightpush_client.catch_up import LastPush, catch_up_target
+from weightpush_client.catch_up import LastPush
 from weightpush_client.digests import digests_of
 from weightpush_client.fleet import Call
 from weightpush_client.lockstep import Lockstep
@@ -344,10 +344,10 @@ class WeightPusher:
             PushError: ``weights_rejected``: these are other weights; ``invalid_request``: nothing was pushed yet, or
                 only a part, or without digests; else as `push`.
         """
-        with self._one_at_a_time(), _as_push_error():
-            last = catch_up_target(self._last)
-            wish = replace(self._wish(last.weight_version, False, progress, Stop()), catches_up=True)
-            return self._push(weights, wish)
+        with self._one_at_a_time():
+            # Of a sharded trainer only rank 0 knows what was pushed; it is looked at there.
+            version = self._last.weight_version if self._last is not None else ""
+            return self._push(weights, replace(self._wish(version, False, progress, Stop()), catches_up=True))
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
