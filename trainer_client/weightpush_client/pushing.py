@@ -34,7 +34,7 @@ from weightpush_client.report import (
 )
 from weightpush_client.sources import WeightSource
 from weightpush_client.stream import Buffers
-from weightpush_client.transport import Link, choose_transport, make_links
+from weightpush_client.transport import Transports
 from weightpush_client.update import Update
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest, build_manifest
@@ -49,7 +49,6 @@ from weightpush_protocol.messages import (
     UpdateMode,
 )
 from weightpush_protocol.transports.base import TransportConfig
-from weightpush_protocol.transports.shared_memory import SharedBuffers
 
 #: How long a server may take to notice what its trainer has noticed already, and how often it is asked, in seconds.
 _VERDICT_S: Final = 5.0
@@ -105,8 +104,6 @@ class Push:
         self._excluded: dict[str, PushError] = {}
         self._fleet_at_start = fleet
         self._first_error: PushError | None = None
-        #: Instances with which memory could not be shared after all.
-        self._unshared: set[str] = set()
         self._start = perf_counter()
 
     def run(self, source: WeightSource) -> tuple[PushReport, LastPush]:
@@ -124,15 +121,18 @@ class Push:
             assert self._wish.last is not None
             return self._nothing_to_do(), self._wish.last
         outgoing, manifest = self._plan(source)
+        transports = Transports(
+            self._settings.transport, self._settings.device or source.device, self._settings.data_host, self._buffers
+        )
         check_seconds = perf_counter() - self._start
         while True:
             request = self._request(manifest)
-            names = [self._transport_for(status, source) for status in self._statuses]
-            device = (self._settings.device or source.device) if "nccl" in names else torch.device("cpu")
+            names = transports.names(self._statuses)
+            device = transports.device if "nccl" in names else torch.device("cpu")
             try:
-                links = self._links(names, manifest, device)
+                links = transports.links(names, self._fleet.urls, self._statuses, manifest)
             except WeightPushError as error:
-                if self._unshare(error, names):
+                if transports.go_on_without(error, names, self._fleet.urls, self._statuses):
                     continue
                 raise
             update = Update(
@@ -147,7 +147,7 @@ class Push:
             except Exception as error:
                 if self._wish.stop.asked:
                     raise self._wish.stop.error() from error
-                if self._unshare(error, names):
+                if transports.go_on_without(error, names, self._fleet.urls, self._statuses):
                     continue
                 if self._settings.policy is OnServerFailure.ABORT or not isinstance(error, WeightPushError):
                     raise
@@ -242,41 +242,6 @@ class Push:
         places = {url: place for place, url in enumerate(self._fleet.urls)}
         self._exclude_at({places[url]: PushError.of(error, url) for url, error in odd.items()})
         return expected
-
-    def _transport_for(self, status: Status, source: WeightSource) -> str:
-        without = ("shm",) if status.instance_id in self._unshared else ()
-        device = self._settings.device or source.device
-        return choose_transport(self._settings.transport, status, device, without=without)
-
-    def _links(self, names: Sequence[str], manifest: Manifest, device: torch.device) -> list[Link]:
-        return make_links(
-            names,
-            self._fleet.urls,
-            self._statuses,
-            device=device,
-            data_host=self._settings.data_host,
-            share=partial(self._share, manifest),
-        )
-
-    def _share(self, manifest: Manifest) -> SharedBuffers:
-        largest = max((bucket.nbytes for bucket in manifest.buckets), default=0)
-        return self._buffers.share(max(1, min(2, len(manifest.buckets))), largest)
-
-    def _unshare(self, error: Exception, names: Sequence[str]) -> bool:
-        """Whether to begin again without shared memory, which was ``auto``'s choice and could not be had."""
-        if not isinstance(error, WeightPushError) or error.code is not ErrorCode.TRANSPORT_UNAVAILABLE:
-            return False
-        sharing = {
-            url: status.instance_id
-            for url, status, name in zip(self._fleet.urls, self._statuses, names, strict=True)
-            if name == "shm"
-        }
-        if self._settings.transport != "auto" or not sharing:
-            return False
-        server = error.server if isinstance(error, PushError) else None
-        _logger.warning("%s; the push goes on without shared memory", error.message)
-        self._unshared.update([sharing[server]] if server in sharing else sharing.values())
-        return True
 
     def _request(self, manifest: Manifest) -> BeginRequest:
         try:

@@ -155,7 +155,7 @@ class ShmReceiver(ShmEndpoint):
         with self._busy:
             self._require_open()
             if any(map(sockets.is_closed_by_peer, self._connections())):
-                error = LinkError("connection closed by peer (the trainer)", peer=_TRAINER)
+                error = LinkError("the trainer closed the connection", peer=_TRAINER)
                 self._fail("the data plane is lost between two buckets", error, "")
 
     def _release(self) -> None:
