@@ -27,8 +27,6 @@ from weightpush_protocol.transports.shared_memory import SharedBuffers
 from weightpush_protocol.transports.shm_endpoint import ShmEndpoint
 
 _TRAINER: Final = 0
-#: Connections that have not said yet who they are; more are closed.
-_MAX_STRANGERS: Final = 1024
 
 
 class ShmSender(ShmEndpoint):
@@ -122,8 +120,6 @@ class ShmSender(ShmEndpoint):
         except LinkError as error:
             self._refuse(connection, ErrorCode.TRANSPORT_UNAVAILABLE, str(error))
             return
-        if len(strangers) >= _MAX_STRANGERS:
-            strangers.pop(0).close()
         strangers.append(connection)
 
     def _admit(self, connection: socket.socket) -> None:
