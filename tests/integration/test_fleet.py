@@ -16,7 +16,7 @@ from integration.conftest import PROMPTS, TOKEN, Checkpoints
 from support.raw import read_tensors
 from support.server import ServerProcess
 from support.traffic import Traffic
-from weightpush_client import ErrorCode, PushError, PushPhase, PushProgress, PushReport, WeightPusher
+from weightpush_client import ErrorCode, PushError, PushPhase, PushProgress, PushReport, WeightPusher, http
 from weightpush_client.sources import open_source
 from weightpush_protocol.messages import Deadlines
 
@@ -330,8 +330,9 @@ def open_pairs(checkpoints: Checkpoints) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def test_a_server_that_hangs_is_given_up_and_loses_its_lease(
-    fleet: list[ServerProcess], checkpoints: Checkpoints, cold_b: dict[str, str]
+    fleet: list[ServerProcess], checkpoints: Checkpoints, cold_b: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(http, "STATUS_S", 5.0)
     first, stuck, last = fleet
     deadlines = Deadlines(bucket_s=6, lease_s=4, commit_s=20, rendezvous_s=20)
     with pusher_for(fleet, on_server_failure="exclude", deadlines=deadlines) as pusher:

@@ -49,8 +49,8 @@ def test_two_api_processes_share_one_gate(checkpoints: Checkpoints, cold_b: dict
         assert {server.status()["instance_id"] for _ in range(8)} == {server.status()["instance_id"]}
 
 
-def round_trips(server: ServerProcess, checkpoints: Checkpoints, workers: int) -> None:
-    """Push B and A over every transport; answers and fingerprints of one checkpoint never change."""
+def round_trips(server: ServerProcess, checkpoints: Checkpoints, workers: int, engines: int = 1) -> None:
+    """Push B and A over every transport; answers and fingerprints of one checkpoint never change, on no engine."""
     cold_a = {prompt: server.answer(prompt) for prompt in PROMPTS}
     answers: dict[str, dict[str, str]] = {"A": cold_a}
     fingerprints: dict[str, str] = {}
@@ -63,9 +63,12 @@ def round_trips(server: ServerProcess, checkpoints: Checkpoints, workers: int) -
         ("A", "shm", "staged"),
     ):
         push(server, checkpoints.a if label == "A" else checkpoints.b, label, transport, mode)
-        for _ in range(4):  # Data-parallel engines take turns.
-            seen = {prompt: server.answer(prompt) for prompt in PROMPTS}
-            assert answers.setdefault(label, seen) == seen
+        for engine in range(engines):
+            before = server.answered(engine)
+            for _ in range(4):
+                seen = {prompt: server.answer(prompt, engine=engine) for prompt in PROMPTS}
+                assert answers.setdefault(label, seen) == seen
+            assert server.answered(engine) == before + 4 * len(PROMPTS)
         status = server.status()
         assert fingerprints.setdefault(label, status["fingerprint"]) == status["fingerprint"]
         assert [worker["weight_version"] for worker in status["workers"]] == [label] * workers
@@ -86,7 +89,7 @@ def test_tensor_parallel_workers_each_land_their_part(checkpoints: Checkpoints, 
 @pytest.mark.case("C72")
 def test_data_parallel_engines_all_change(checkpoints: Checkpoints, tmp_path: Path) -> None:
     with ServerProcess(checkpoints.a, ["--data-parallel-size", "2"], folder=tmp_path) as server:
-        round_trips(server, checkpoints, workers=2)
+        round_trips(server, checkpoints, workers=2, engines=2)
 
 
 def test_embeddings_are_gated_and_follow_the_push(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -202,11 +202,21 @@ class ServerProcess:
                     raise TimeoutError(f"no request runs:\n{self.tail()}")
                 time.sleep(0.02)
 
-    def complete(self, prompt: str = "weights", *, max_tokens: int = 12, **options: Any) -> httpx.Response:
-        """Ask for a greedy completion."""
+    def complete(
+        self, prompt: str = "weights", *, max_tokens: int = 12, engine: int | None = None, **options: Any
+    ) -> httpx.Response:
+        """Ask for a greedy completion; of one of several data-parallel engines, if ``engine`` says which."""
         body = {"model": str(self.model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **options}
         body.setdefault("ignore_eos", True)
-        return httpx.post(f"{self.url}/v1/completions", json=body, **self.how, timeout=120)
+        headers = {"X-data-parallel-rank": str(engine)} if engine is not None else {}
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, **self.how, timeout=120)
+
+    def answered(self, engine: int) -> int:
+        """Return how many requests a data-parallel engine has completed."""
+        with self.client() as client:
+            text = client.get("/metrics").text
+        lines = re.findall(rf'^vllm:request_success_total{{.*engine="{engine}".*}} ([0-9.]+)', text, re.MULTILINE)
+        return sum(int(float(count)) for count in lines)
 
     def answer(self, prompt: str = "weights", **options: Any) -> str:
         """Return the text of a greedy completion."""

@@ -50,7 +50,9 @@ class Traffic:
                 time.sleep(0.005)
 
     def _watch(self) -> None:
-        with httpx.Client(base_url=self.server.url, trust_env=False, timeout=30) as client:
+        # A busy machine can let a connection idle for longer than the server keeps it.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        with httpx.Client(base_url=self.server.url, trust_env=False, timeout=30, limits=limits) as client:
             while not self._stop.is_set():
                 started = time.monotonic()
                 status = client.get("/reload/status")

@@ -116,7 +116,7 @@ def test_a_server_that_hangs_is_given_up(make: MakeServer, monkeypatch: pytest.M
 
     for module in (http, delivery, update):
         monkeypatch.setattr(module, "SLACK_S", 0.2)
-    monkeypatch.setattr(pushing, "_BRIEF_S", 1.0)
+    monkeypatch.setattr(http, "STATUS_S", 1.0)
     monkeypatch.setattr(pushing, "_SETTLE_S", 1.0)
     good, stuck = make(), make()
 
@@ -245,6 +245,19 @@ def test_no_server_is_asked_to_commit_before_all_are_ready(make: MakeServer) -> 
         pusher.push(make_weights(), weight_version="v1")
     assert order[:3] == ["ready 0", "ready 1", "ready 2"]
     assert sorted(order[3:]) == ["commit 0", "commit 1", "commit 2"]
+
+
+def test_who_is_ready_keeps_its_lease_while_it_waits_for_a_slow_one(make: MakeServer) -> None:
+    quick, slow = make(), make()
+
+    async def linger() -> None:
+        await asyncio.sleep(2.0)
+
+    slow.hooks["prepare"] = linger
+    with pusher_for(quick, slow, deadlines=Deadlines(lease_s=1.0)) as pusher:
+        pusher.push(make_weights(), weight_version="v1")
+    assert slow.calls.count("prepare") == 1
+    assert quick.calls.count("prepare") > 2
 
 
 def test_a_lost_answer_to_prepare_is_asked_for_again(make: MakeServer) -> None:

@@ -124,6 +124,7 @@ def test_sharded_experts_and_adapters_arrive_as_their_checkpoint(pair: Ranks, bu
         server.close()
 
 
+@pytest.mark.case("C99")
 def test_five_pushes_with_a_rank_that_is_late(pair: Ranks, server: ContractServer) -> None:
     pair.run(sharded.make_pusher, server.url, OPTIONS)
     for step in range(5):

@@ -75,7 +75,7 @@ class PushHandle:
         self._stop = stop
         self._version = weight_version
         self._start_on = _DeviceState()
-        # No daemon: a trainer that ends has its last push committed.
+        # No daemon: a trainer that ends in the middle of it still tells the servers.
         self._thread = threading.Thread(target=self._run, args=(push,), name="weightpush-push")
         self._thread.start()
 

@@ -52,7 +52,8 @@ SILENCE_S: Final = 30.0
 
 # uvicorn closes idle connections after 5 s: give them up before it does.
 _KEEPALIVE_S = 3.0
-_CONNECT_S = 10.0
+#: Whoever is there accepts at once, however busy; a host that is gone must not hold up the others.
+_CONNECT_S = 4.0
 _BACKOFF_S = (0.05, 0.4)
 _CHUNK_BYTES = 2**20
 _MAX_ANSWER_BYTES = 256 * 2**20

@@ -14,26 +14,26 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
-from pydantic import ValidationError
 
 from weightpush_client.access import ControlToken, Tls
 from weightpush_client.align import agreed_manifest, align
 from weightpush_client.background import PushHandle, Stop, copied
 from weightpush_client.catch_up import LastPush
 from weightpush_client.digests import digests_of
+from weightpush_client.failures import arguments_checked, as_push_error
 from weightpush_client.fleet import Call
 from weightpush_client.lockstep import Lockstep
 from weightpush_client.loop import CallScope
 from weightpush_client.membership import Membership, Urls
 from weightpush_client.names import Names, RenamedSource
 from weightpush_client.policy import OnServerFailure
-from weightpush_client.pushing import Push, PushSettings, Wish, as_invalid
+from weightpush_client.pushing import Push, PushSettings, Wish
 from weightpush_client.report import ProgressCallback, PushError, PushReport
 from weightpush_client.sources import Weights, WeightSource, open_source
 from weightpush_client.stream import Buffers
 from weightpush_client.transport import TRANSPORTS
 from weightpush_client.update import not_committed
-from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.errors import ErrorCode
 from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES
 from weightpush_protocol.messages import (
     Deadlines,
@@ -121,7 +121,7 @@ class WeightPusher:
         process_group: ProcessGroup | None = None,
         on_server_failure: OnServerFailure | str = OnServerFailure.ABORT,
     ) -> None:
-        with _as_push_error(), _arguments_checked():
+        with as_push_error(), arguments_checked():
             if transport not in TRANSPORTS:
                 raise ValueError(f"transport {transport!r} is none of {', '.join(TRANSPORTS)}")
             if bucket_bytes <= 0:
@@ -225,11 +225,11 @@ class WeightPusher:
             PushError: why a server refused or failed; ``details["committed"]`` names the servers that serve the new
                 weights.
         """
-        with _as_push_error():
+        with as_push_error():
             digests = self._digests(open_source(weights)) if weights is not None else {}
 
         def load(update_id: str) -> Call[FinishAnswer]:
-            with _arguments_checked():
+            with arguments_checked():
                 request = DiskReloadRequest(
                     path=os.fspath(path),
                     weight_version=weight_version,
@@ -252,7 +252,7 @@ class WeightPusher:
     def _by_themselves(self, call: Callable[[str], Call[FinishAnswer]]) -> list[FinishAnswer]:
         """Ask all servers for an update that needs no weights of ours."""
         update_id = uuid.uuid4().hex
-        with self._membership.present() as fleet, _as_push_error():
+        with self._membership.present() as fleet, as_push_error():
             # Whatever comes of it, it is not what was pushed last.
             self._last = None
             results = fleet.call_to_the_end(call(update_id))
@@ -311,7 +311,7 @@ class WeightPusher:
             )
         self._take_turn()
         try:
-            with _as_push_error():
+            with as_push_error():
                 if copy:
                     source = open_source(weights)
                     try:
@@ -375,7 +375,7 @@ class WeightPusher:
         )
 
     def _push(self, weights: Weights, wish: Wish) -> PushReport:
-        with _as_push_error():
+        with as_push_error():
             if self._lockstep is not None:
                 return self._lockstep.push(
                     lambda: open_source(weights),
@@ -405,23 +405,3 @@ class WeightPusher:
 
 def _nothing() -> None:
     """Do nothing."""
-
-
-@contextmanager
-def _as_push_error() -> Iterator[None]:
-    try:
-        yield
-    except WeightPushError as error:
-        if isinstance(error, PushError):
-            raise
-        raise PushError.of(error) from error
-
-
-@contextmanager
-def _arguments_checked() -> Iterator[None]:
-    try:
-        yield
-    except ValidationError as error:
-        raise as_invalid(error) from error
-    except (ValueError, OSError) as error:
-        raise PushError(ErrorCode.INVALID_REQUEST, str(error)) from error

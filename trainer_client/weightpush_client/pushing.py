@@ -7,19 +7,17 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import Final
 
 import torch
-from pydantic import ValidationError
 
 from weightpush_client.align import Outgoing, agreed_manifest, align, check_tied, majority
 from weightpush_client.background import Stop
 from weightpush_client.catch_up import LastPush, catch_up_target, stale_for_partial
 from weightpush_client.digests import digests_of
+from weightpush_client.failures import arguments_checked
 from weightpush_client.fleet import Call, Fleet, T
-from weightpush_client.http import ServerApi
 from weightpush_client.names import Names
 from weightpush_client.policy import OnServerFailure, Witness, culprits, is_trainers, suspects
 from weightpush_client.report import (
@@ -55,7 +53,7 @@ _VERDICT_S: Final = 5.0
 _POLL_S: Final = 0.1
 #: How long those that will take part again may take to end the update that failed, in seconds.
 _SETTLE_S: Final = 15.0
-#: What a server is given that others do not wait for, in seconds.
+#: How long those that were left out may take to say how they are now, in seconds.
 _BRIEF_S: Final = 3.0
 
 _logger = logging.getLogger("weightpush")
@@ -165,9 +163,7 @@ class Push:
 
     def _call_the_roll(self) -> None:
         """Look who is there, and leave out those who need not, or cannot, take part."""
-        # Those who are not there must not hold up the others.
-        timeout_s = _BRIEF_S if self._excludes else None
-        self._statuses = self._ask(lambda _, server: server.status(timeout_s))
+        self._statuses = self._ask(lambda _, server: server.status())
         self._refuse_twice()
         last = self._wish.last
         if self._wish.catches_up and last is not None:
@@ -244,7 +240,7 @@ class Push:
         return expected
 
     def _request(self, manifest: Manifest) -> BeginRequest:
-        try:
+        with arguments_checked():
             # The id is the client's, so that a begin whose answer was lost can be repeated, and aborted.
             return BeginRequest(
                 weight_version=self._wish.weight_version,
@@ -258,8 +254,6 @@ class Push:
                 partial=self._wish.partial,
                 update_id=uuid.uuid4().hex,
             )
-        except ValidationError as error:
-            raise as_invalid(error) from error
 
     # who failed
 
@@ -272,7 +266,7 @@ class Push:
         found: dict[str, PushError] = {}
         started = time.monotonic()
         while True:
-            answers = self._fleet.call_to_the_end(partial(_status_within, _BRIEF_S))
+            answers = self._fleet.call_to_the_end(lambda _, server: server.status())
             witnesses = [
                 Witness(url, status.instance_id, answer)
                 for url, status, answer in zip(self._fleet.urls, self._statuses, answers, strict=True)
@@ -359,7 +353,7 @@ class Push:
         """Return the servers that were left out, as they are now."""
         at_start = {server.url: place for place, server in enumerate(self._fleet_at_start.servers)}
         fleet = self._fleet_at_start.only([at_start[url] for url in self._excluded])
-        answers = fleet.call_to_the_end(partial(_status_within, _BRIEF_S))
+        answers = fleet.call_to_the_end(lambda _, server: server.status(_BRIEF_S))
         return tuple(
             ExcludedServer(
                 url,
@@ -373,15 +367,5 @@ class Push:
         )
 
 
-def as_invalid(error: ValidationError) -> PushError:
-    """Return the error for arguments that do not fit a request; it names the fields."""
-    reasons = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-    return PushError(ErrorCode.INVALID_REQUEST, reasons)
-
-
 def _runs(answer: Status | Exception, update_id: str) -> bool:
     return isinstance(answer, Status) and answer.update is not None and answer.update.update_id == update_id
-
-
-async def _status_within(timeout_s: float, _: int, server: ServerApi) -> Status:
-    return await server.status(timeout_s)

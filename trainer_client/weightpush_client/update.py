@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,6 +41,8 @@ from weightpush_protocol.transports.base import Sender
 _CHECKING_S: Final = 60.0
 # When the trainer's end fails first, how long the servers' own answer is waited for: it tells more.
 _SERVER_FIRST_S: Final = 1.0
+# How often a server that is ready looks for those that are not.
+_LOOK_S: Final = 0.02
 # Errors of ``begin`` after which the server may hold the update all the same.
 _UNCERTAIN: Final = frozenset({ErrorCode.UNREACHABLE, ErrorCode.PROTOCOL_ERROR, ErrorCode.INTERNAL})
 
@@ -167,10 +170,22 @@ class Update:
         start = perf_counter()
         limits = self._request.deadlines
         timeout_s = limits.bucket_s + limits.commit_s + SLACK_S
+        busy = set(self._active)
 
         async def prepare(place: int, server: ServerApi) -> PrepareAnswer:
             request = PrepareRequest(update_id=self._update_id, epoch=self._epochs[place])
-            return await server.prepare(request, timeout_s)
+            try:
+                answer = await server.prepare(request, timeout_s)
+            finally:
+                busy.discard(place)
+            said = perf_counter()
+            while busy:
+                await asyncio.sleep(min(_LOOK_S, limits.lease_s / 4))
+                if perf_counter() - said > limits.lease_s / 4:
+                    # It would lose its lease while it waits for a slower one.
+                    answer = await server.prepare(request, timeout_s)
+                    said = perf_counter()
+            return answer
 
         results = self._ask_active(prepare)
         self._seconds["prepare"] = perf_counter() - start
