@@ -14,8 +14,10 @@ import torch
 
 from support.contract_server import TOKEN, ContractServer, ReceiverProcess
 from weightpush_client import Deadlines, ErrorCode, PushError, WeightPusher
+from weightpush_client.transport import choose_transport
 from weightpush_protocol.errors import WeightPushError
 from weightpush_protocol.manifest import TensorSpec
+from weightpush_protocol.messages import Status, WorkerStatus
 from weightpush_protocol.transports.shared_memory import MEMORY_NAME, host_id
 
 ALL = ("shm", "gloo", "http")
@@ -95,16 +97,31 @@ def test_auto_shares_memory_with_workers_on_this_host_and_with_no_others(
     assert arrived(far, make_weights(2))
 
 
-@pytest.mark.parametrize("kind", [(), ("gloo",)])
-def test_auto_needs_to_know_the_host_of_every_worker(
-    make_server: MakeServer, workers: list[ReceiverProcess], kind: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither a server that does not tell its host, nor a system that does not tell ours."""
-    server = make_server(workers=workers, host_id="")
-    if kind:
-        monkeypatch.setattr("weightpush_client.transport.host_id", lambda: "")
-    with pusher_for(server) as pusher:
-        assert pusher.push(make_weights(), weight_version="v1").transport == "gloo"
+def test_auto_needs_to_know_the_host_of_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+
+    def status(*hosts: str, transports: tuple[str, ...] = ALL) -> Status:
+        workers = [
+            WorkerStatus(rank=rank, pid=1, device="cpu", transports=list(transports), host_id=host, weight_version="v0")
+            for rank, host in enumerate(hosts)
+        ]
+        return Status(
+            protocol="1.0", instance_id="i", state="serving", serving=True, weight_version="v0", workers=workers
+        )
+
+    here = host_id()
+    assert choose_transport("auto", status(here, here), cpu) == "shm"
+    assert choose_transport("auto", status(here, here), cpu, without=("shm",)) == "gloo"
+    assert choose_transport("auto", status(here, "f" * 16), cpu) == "gloo"
+    assert choose_transport("auto", status(""), cpu) == "gloo"
+    assert choose_transport("auto", status(here, transports=("gloo", "http")), cpu) == "gloo"
+    assert choose_transport("auto", status(), cpu) == "http"
+    # Host memory is the way for a GPU only where NCCL is none.
+    assert choose_transport("auto", status(here), cuda) == "shm"
+    assert choose_transport("auto", status(here, transports=(*ALL, "nccl")), cuda) == "nccl"
+    # Neither side knows: that is not the same host.
+    monkeypatch.setattr("weightpush_client.transport.host_id", lambda: "")
+    assert choose_transport("auto", status("", ""), cpu) == "gloo"
 
 
 def test_auto_goes_on_without_shared_memory_in_the_same_push(
