@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: setup demo test test-fast test-long faults matrix lint format types lock clean
+.PHONY: setup demo rl test test-fast test-long test-trl faults matrix lint format types lock clean
 
 setup: $(READY)
 
@@ -20,6 +20,10 @@ $(READY): requirements/cpu.txt pyproject.toml
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# An RL run that learns, in a minute or two: docs/rl-run.md. ARGS="--no-push", ARGS="--kill-server-at 8 --plot run.png"
+rl: setup
+	$(BIN)/python examples/grpo_ray.py $(ARGS)
+
 # Two processes, a file of tests to each in turn: much of the time goes into waiting for servers to start.
 # One after another, for a debugger: make test TEST_PROCESSES=0
 TEST_PROCESSES := 2
@@ -32,6 +36,11 @@ test-fast: setup
 # The full numbers of the tests that repeat themselves: 100 pushes, 200 begins, ten kills at each of 13 points.
 test-long: setup
 	WP_TEST_LONG=1 $(BIN)/python -m pytest tests/integration/test_flat_resources.py tests/integration/test_fault_campaign.py
+
+# The recipe for TRL on TRL itself. It brings pyarrow and pandas, so that nothing else installs it.
+test-trl: setup
+	$(PIP) install --no-deps trl==1.16.0 datasets==5.2.0 pandas==3.1.1 pyarrow==26.0.1 multiprocess==0.70.19 xxhash==4.1.0
+	$(BIN)/python -m pytest tests/integration/test_trl.py
 
 # Pushes under traffic, each with a fault at a random point; prints faults and outcomes, exit code 1 on any violation.
 # Options: make faults ARGS="--pushes 500 --seed 7 --mode direct --transport http,gloo --only kill_trainer"

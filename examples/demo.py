@@ -22,20 +22,11 @@ from typing import Any
 
 import httpx
 import transformers
-from tiny_model import QWEN3_CONFIG, make_tiny_checkpoint
+
+from tiny_model import CPU_ENVIRONMENT, QWEN3_CONFIG, make_tiny_checkpoint
 
 FOLDER = Path(".demo")
 PROMPT = "The answer is "
-#: vLLM on two CPU cores, as quickly as it starts.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 SERVE_OPTIONS = ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4", "--dtype", "bfloat16"]
 SERVE_OPTIONS += ["--distributed-executor-backend", "uni"]
 WEIGHTPUSH = [sys.executable, "-m", "weightpush_client"]
@@ -102,7 +93,7 @@ class Server:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **CPU_ENVIRONMENT},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

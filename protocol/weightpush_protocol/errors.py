@@ -60,6 +60,7 @@ unreachable                  -    client only: no connection, or no answer in ti
 protocol_error               -    client only: the answer is not of this protocol
 weights_rejected             -    client only: the trainer's weights do not match what was declared
 trainer_rank_lost            -    client only: a rank of the trainer ended, or kept the others waiting
+launch_failed                -    client only: a replica of a Ray fleet did not come up; nothing is left
 ========================== ====== ==================================================================
 """
 
@@ -127,6 +128,7 @@ class ErrorCode(StrEnum):
     PROTOCOL_ERROR = "protocol_error"
     WEIGHTS_REJECTED = "weights_rejected"
     TRAINER_RANK_LOST = "trainer_rank_lost"
+    LAUNCH_FAILED = "launch_failed"
 
 
 _REFUSALS = {

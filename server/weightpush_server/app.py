@@ -21,7 +21,7 @@ from weightpush_server.plugin import ENDPOINT_PLUGIN, GENERAL_PLUGIN
 from weightpush_server.records import ControlRecord
 from weightpush_server.rundir import VARIABLE, RunDirectory
 from weightpush_server.shared_state import SharedState
-from weightpush_server.supervisor import AWAIT_OPTION, RESTART_OPTION
+from weightpush_server.supervisor import AWAIT_OPTION, END_OPTION, RESTART_OPTION
 from weightpush_server.tokens import TOKEN_VARIABLE, TokenFile, parse_tokens, write_private
 
 _MIDDLEWARE: Final = "weightpush_server.gate.WeightPushMiddleware"
@@ -147,6 +147,12 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
         help="Start the server again when it dies, up to N times (counted anew after ten minutes of health). It then "
         "awaits weights: the checkpoint that it was started on may be old.",
     )
+    group.add_argument(
+        END_OPTION,
+        action="store_true",
+        help="End at once when standard input, a pipe, closes, as it does when the program that started the server "
+        "dies, however that happens.",
+    )
 
 
 class _OwnOptions(argparse.Namespace):
@@ -178,9 +184,11 @@ def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
         await_weights=vars(args).pop("await_weights"),
         reload_roots=tuple(_check_root(root) for root in vars(args).pop("reload_root")),
     )
-    # The supervisor has taken it off the command line.
-    if vars(args).pop("restart_on_failure") is not None:
-        raise StartRefusedError(f"{RESTART_OPTION} must stand on the command line, not in a configuration file")
+    # The supervisor has taken them off the command line.
+    for option, given in ((RESTART_OPTION, vars(args).pop("restart_on_failure")), (END_OPTION, args.end_with_stdin)):
+        if given not in (None, False):
+            raise StartRefusedError(f"{option} must stand on the command line, not in a configuration file")
+    del args.end_with_stdin
     return own
 
 

@@ -292,8 +292,16 @@ class Coordinator:
     # abort
 
     async def abort(self, request: AbortRequest) -> Status:
-        """End an update. Repeated, or after another failure, it changes nothing."""
+        """End an update. Repeated, or after another failure, it changes nothing.
+
+        Raises:
+            WeightPushError: ``stale_update`` for one that was committed, or is not known; that one cannot begin later.
+        """
         control = self._shared.control()
+        if not control.knows(request.update_id):
+            # Its begin may still be on the way, or wait for a thread. Should it have got here first, it runs now.
+            with self._shared.transaction() as control:
+                control.abort_ahead(request.update_id)
         update = control.update
         if update is not None and update.update_id == request.update_id:
             if update.failure is None:

@@ -28,7 +28,8 @@ _PATIENCE_S: Final = 5.0
 class Keeper:
     """Starts one server and ends with it. ``supervisor``: a file descriptor that closes when the supervisor dies.
 
-    ``secrets``: variables for the server's environment alone.
+    ``secrets``: variables for the server's environment alone. ``owner``: a pipe whose other end closes when the program
+    that wanted the server dies; ``None`` if nobody holds one.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Keeper:
         directory: RunDirectory,
         grace_s: float,
         secrets: Mapping[str, str],
+        owner: int | None = None,
     ) -> None:
         self._command = command
+        self._owner = owner
         self._secrets = secrets
         self._supervisor = supervisor
         self._directory = directory
@@ -85,6 +88,11 @@ class Keeper:
             os.kill(self._server, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _until_ended(self, server: int) -> int:
+        events = select.poll()
+        events.register(self._wake, select.POLLIN)
+        events.register(self._supervisor, 0)  # Zero: only that the other end is closed.
+        if self._owner is not None:
+            events.register(self._owner, 0)
         while True:
             if (status := self._collect(server)) is not None:
                 return status
@@ -92,9 +100,12 @@ class Keeper:
             if left == 0.0:
                 say(f"the server did not stop within {self._grace_s:g} s and is killed")
                 return self._kill(server)
-            ready, _, _ = select.select([self._wake, self._supervisor], [], [], left)
+            ready = {descriptor for descriptor, _ in events.poll(None if left is None else 1000 * left)}
             if self._supervisor in ready:
                 say("the supervisor was killed; the server is ended")
+                return self._kill(server)
+            if self._owner in ready:
+                say("standard input was closed; the server is ended")
                 return self._kill(server)
             if self._wake in ready:
                 os.read(self._wake, 4096)

@@ -33,6 +33,8 @@ FROM_DISK: Final = "disk"
 
 #: How many ended updates are remembered, so that a repeated call learns how its update ended.
 _REMEMBERED = 8
+#: How many updates are remembered that were aborted before they began. The shared record has a fixed size.
+_ABORTED_AHEAD = 32
 #: What is kept of an error: the caller gets all of it, the shared record has a fixed size.
 _KEPT_MESSAGE = 2000
 _KEPT_DETAILS = 8000
@@ -170,6 +172,8 @@ class ControlRecord(BaseModel):
     last_error: LastError | None = None
     last_update: LastUpdate | None = None
     ended: list[EndedUpdate] = Field(default_factory=list)
+    #: Ids of updates whose abort overtook their begin: that begin is still on its way, and nobody waits for it.
+    aborted_ahead: list[str] = Field(default_factory=list)
 
     @property
     def gate_open(self) -> bool:
@@ -198,10 +202,19 @@ class ControlRecord(BaseModel):
         ``make`` gets this record with the update's epoch in place; what it raises leaves everything as it was.
 
         Raises:
-            WeightPushError: ``update_in_progress``, or what became of the update, if it ended before.
+            WeightPushError: ``update_in_progress``, ``aborted`` if its abort came first, or what became of the update,
+                if it ended before.
         """
         if self.find_ended(update_id) is not None:
             self.active(update_id)  # Raises what became of it.
+        if update_id in self.aborted_ahead:
+            raise WeightPushError(
+                ErrorCode.ABORTED,
+                f"update {update_id} was aborted before its begin arrived; use a new update_id",
+                details={"reason": "aborted before its begin arrived"},
+                update_id=update_id,
+                state=self.state,
+            )
         running = self.update
         if running is not None:
             if running.update_id == update_id and running.request_digest == request_digest:
@@ -271,6 +284,18 @@ class ControlRecord(BaseModel):
     def find_ended(self, update_id: str) -> EndedUpdate | None:
         """Return how an earlier update ended, if it is still remembered."""
         return next((ended for ended in self.ended if ended.update_id == update_id), None)
+
+    def knows(self, update_id: str) -> bool:
+        """Whether this update runs, or has ended and is still remembered."""
+        return (self.update is not None and self.update.update_id == update_id) or (
+            self.find_ended(update_id) is not None
+        )
+
+    def abort_ahead(self, update_id: str) -> None:
+        """Refuse an update that is not known from now on; one that has begun meanwhile is left alone."""
+        if not self.knows(update_id):
+            others = [other for other in self.aborted_ahead if other != update_id]
+            self.aborted_ahead = [*others, update_id][-_ABORTED_AHEAD:]
 
     def _failed(self, update_id: str, cause: ErrorDetail) -> WeightPushError:
         return WeightPushError(

@@ -8,7 +8,9 @@ All of this needs the standard library only: the supervisor is a few megabytes f
 from __future__ import annotations
 
 import os
+import select
 import signal
+import stat
 import sys
 import threading
 import time
@@ -32,12 +34,15 @@ from weightpush_server.tokens import TOKEN_VARIABLE, forget_environment
 
 RESTART_OPTION: Final = "--restart-on-failure"
 AWAIT_OPTION: Final = "--await-weights"
+END_OPTION: Final = "--end-with-stdin"
 _USAGE: Final = 2
 _RENEW_S: Final = 600.0
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
 #: A Unix socket's whole path has 107 characters; vLLM adds 37.
 _LONGEST_SOCKET_FOLDER: Final = 64
+_STDIN: Final = 0
+_LOOK_S: Final = 0.2
 
 
 @dataclass
@@ -66,7 +71,7 @@ class Supervisor:
     """Runs servers one after another until one ends as it should, or the budget is used up.
 
     ``command`` makes the words of a server's command from whether it is a restart; ``secrets`` are variables for its
-    environment alone. Belongs to a process's main thread.
+    environment alone. ``owner``: a pipe whose closing ends the server at once. Belongs to a process's main thread.
     """
 
     def __init__(
@@ -76,8 +81,10 @@ class Supervisor:
         *,
         grace_s: float = GRACE_S,
         secrets: Mapping[str, str] | None = None,
+        owner: int | None = None,
     ) -> None:
         self._command = command
+        self._owner = owner
         self._secrets = secrets or {}
         self._budget = budget
         self._grace_s = grace_s
@@ -98,7 +105,7 @@ class Supervisor:
                 accepted, up_since = directory.state_file.exists(), directory.up_since()
             finally:
                 directory.remove()
-            if self._stop.is_set() or not accepted:  # `--help`, or a wrong command line.
+            if self._stop.is_set() or self._is_orphan() or not accepted:  # `--help`, or a wrong command line.
                 return status
             pause_s = self._budget.spend(0.0 if up_since is None else time.time() - up_since)
             ended, budget = f"the server {describe_exit(status)} without being asked to", self._budget
@@ -109,9 +116,24 @@ class Supervisor:
                 f"{ended}; restart {budget.used} of {budget.limit} in {pause_s:g} s. It will await weights: "
                 "push a checkpoint, or POST /reload, before it serves"
             )
-            if self._stop.wait(pause_s):
+            if self._told_to_stop(pause_s):
                 return status or 1
             restart = True
+
+    def _is_orphan(self) -> bool:
+        if self._owner is None:
+            return False
+        closed = select.poll()
+        closed.register(self._owner, 0)
+        return bool(closed.poll(0))
+
+    def _told_to_stop(self, within_s: float) -> bool:
+        """Wait, and return at once and true when a signal comes or the owner dies."""
+        until = time.monotonic() + within_s
+        while (left := until - time.monotonic()) > 0:
+            if self._stop.wait(min(left, _LOOK_S)) or self._is_orphan():
+                return True
+        return False
 
     def _on_stop(self, number: int, _: FrameType | None) -> None:
         self._stop.set()
@@ -129,7 +151,12 @@ class Supervisor:
         if pid == 0:
             os.close(held)
             keeper = Keeper(
-                command, supervisor=alive, directory=directory, grace_s=self._grace_s, secrets=self._secrets
+                command,
+                supervisor=alive,
+                directory=directory,
+                grace_s=self._grace_s,
+                secrets=self._secrets,
+                owner=self._owner,
             )
             _become_keeper(keeper, directory)
         self._keeper = pid
@@ -168,11 +195,16 @@ def _become_keeper(keeper: Keeper, directory: RunDirectory) -> NoReturn:
         os._exit(status)
 
 
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """Return the command of a supervisor that runs ``weightpush serve ARGUMENTS`` with this Python."""
+    return [sys.executable, "-m", "weightpush_server.supervisor", *arguments]
+
+
 def launch(arguments: Sequence[str]) -> NoReturn:
     """Become the supervisor of ``weightpush serve ARGUMENTS``: this process is replaced, and never comes back."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "weightpush_server.supervisor", *arguments])
+    os.execv(sys.executable, command_line(arguments))
 
 
 def read_options(arguments: Sequence[str]) -> tuple[int, list[str]]:
@@ -186,6 +218,25 @@ def read_options(arguments: Sequence[str]) -> tuple[int, list[str]]:
         say(f"{RESTART_OPTION} {given}: give the number of restarts, 0 for none".replace("  ", " "))
         raise SystemExit(_USAGE)
     return int(given), rest
+
+
+def read_owner(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Take `END_OPTION` out of a command line; return the pipe that it means, if it is there, and the other words.
+
+    Raises:
+        SystemExit: standard input is nothing whose other end can close.
+    """
+    rest = [word for word in arguments if word != END_OPTION]
+    if len(rest) == len(arguments):
+        return None, rest
+    try:
+        mode = os.fstat(_STDIN).st_mode
+    except OSError:
+        mode = 0
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        say(f"{END_OPTION}: standard input is no pipe: let the program that starts the server hold one open")
+        raise SystemExit(_USAGE)
+    return _STDIN, rest
 
 
 def _take(arguments: Sequence[str], option: str) -> tuple[str, list[str]]:
@@ -204,6 +255,7 @@ def _take(arguments: Sequence[str], option: str) -> tuple[str, list[str]]:
 def main(arguments: Sequence[str]) -> int:
     """Supervise a server with these arguments until it ends; return its exit status."""
     restarts, rest = read_options(arguments)
+    owner, rest = read_owner(rest)
     # vLLM may be told to let requests end first.
     draining, _ = _take(rest, "--shutdown-timeout")
 
@@ -215,7 +267,7 @@ def main(arguments: Sequence[str]) -> int:
     grace_s = GRACE_S + (int(draining) if draining.isdecimal() else 0)
     secrets = {TOKEN_VARIABLE: os.environ[TOKEN_VARIABLE]} if TOKEN_VARIABLE in os.environ else {}
     forget_environment(TOKEN_VARIABLE)
-    return Supervisor(command, RestartBudget(restarts), grace_s=grace_s, secrets=secrets).run()
+    return Supervisor(command, RestartBudget(restarts), grace_s=grace_s, secrets=secrets, owner=owner).run()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
 
@@ -132,7 +131,7 @@ class _Pair:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, may_pass: Callable[[bytes], bool]
     ) -> None:
         """Carry bytes one way until either end closes."""
-        with contextlib.suppress(OSError):
+        try:
             while data := await reader.read(_CHUNK):
                 if not may_pass(data):
                     return
@@ -141,3 +140,7 @@ class _Pair:
                 writer.write(data)
                 await writer.drain()
             writer.write_eof()
+        except OSError:
+            # A reset ends both directions: the other end would wait for ever.
+            self._near.transport.abort()
+            self._far.transport.abort()

@@ -16,7 +16,7 @@ from faults.traffic import Traffic
 from support.server import ServerProcess
 
 #: Every deadline of an update together, and the client's own beyond them: nothing may take longer.
-TRAINER_S: Final = 150.0
+TRAINER_S: Final = 300.0
 #: The lease, the clean-up after it, and what a busy machine adds.
 REST_S: Final = 30.0
 #: A server of which a part was killed ends by itself within this.

@@ -21,7 +21,7 @@ import torch
 
 from faults.checks import Outcome
 from faults.plan import Fault
-from weightpush_client import PushError, PushProgress, WeightPusher, update
+from weightpush_client import PushError, PushProgress, WeightPusher, delivery
 from weightpush_protocol.messages import Deadlines
 from weightpush_protocol.transports import sockets
 
@@ -146,7 +146,7 @@ def _main(conn: Connection, job: Job) -> None:
 
     if job.corruption is not None:
         for name in ("deliver_by_body", "deliver_by_broadcast"):
-            setattr(update, name, _spoiled(getattr(update, name), job, lambda: conn.send(("struck", None))))
+            setattr(delivery, name, _spoiled(getattr(delivery, name), job, lambda: conn.send(("struck", None))))
     conn.send(("ended", _push(job, pause)))
 
 

@@ -137,7 +137,7 @@ def test_a_server_that_dies_comes_back_and_awaits_weights(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.case("C103")
 def test_a_server_of_dummy_weights_awaits_real_ones(
     checkpoints: Checkpoints, cold_start_b: ColdStart, tmp_path: Path
@@ -166,7 +166,7 @@ def test_a_server_of_dummy_weights_awaits_real_ones(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.case("C14", "C38")
 def test_a_worker_that_dies_in_an_update_ends_it_by_name_and_the_server_whole(
     checkpoints: Checkpoints, tmp_path: Path

@@ -289,7 +289,7 @@ def test_what_does_not_fit_the_budget_is_refused_before_anything(checkpoints: Ch
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 @pytest.mark.case("C72")
 def test_workers_share_one_copy(checkpoints: Checkpoints, tmp_path: Path) -> None:
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}

@@ -160,7 +160,6 @@ def test_who_may_ask_and_what(server: ServerProcess, checkpoints: Checkpoints) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_every_rank_is_asked(checkpoints: Checkpoints, tmp_path: Path) -> None:
     with ServerProcess(
         checkpoints.a,

@@ -34,7 +34,7 @@ CHEAP_ENVIRONMENT = {
     "WP_TEST_STEP_MS": "10",
 }
 CHEAP_ARGUMENTS = ("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "256", "--dtype", "bfloat16")
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 480
 
 
 def free_port() -> int:
@@ -164,7 +164,11 @@ class ServerProcess:
         self._process.wait(10)
 
     def __enter__(self) -> ServerProcess:
-        return self.start().wait_ready()
+        try:
+            return self.start().wait_ready()
+        except BaseException:
+            self.stop()  # Nobody else will: a block that was not entered is not left either.
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -212,6 +215,60 @@ def test_a_partial_push_leaves_out_who_is_behind(make: MakeServer) -> None:
     assert torch.equal(behind.weights["int"], part["int"])
 
 
+@pytest.mark.parametrize("policy", ["abort", "exclude"])
+def test_a_partial_push_notices_that_its_base_changes_under_it(make: MakeServer, policy: str) -> None:
+    good, changing = make(), make()
+    with pusher_for(good, changing, on_server_failure=policy) as pusher:
+        pusher.push(make_weights(), weight_version="v1")
+
+        async def roll_back() -> None:
+            changing._version = "v0"
+
+        changing.hooks["begin"] = roll_back
+        part = {"int": torch.arange(700) + 1}
+        if policy == "abort":
+            with pytest.raises(PushError) as refused:
+                pusher.push(part, weight_version="v2", partial=True)
+            assert (refused.value.code, refused.value.server) == (ErrorCode.PARTIAL_REFUSED, changing.url)
+            assert good.status().weight_version == "v1"
+            # It is seen at once from now on.
+            with pytest.raises(PushError, match="builds on 'v1'"):
+                pusher.push(part, weight_version="v2", partial=True)
+        else:
+            (excluded,) = pusher.push(part, weight_version="v2", partial=True).excluded
+            assert (excluded.url, excluded.code) == (changing.url, ErrorCode.PARTIAL_REFUSED)
+            assert good.status().weight_version == "v2"
+    assert changing.status().weight_version == "v0"
+
+
+def test_who_was_left_out_is_told_when_the_others_have_committed(make: MakeServer) -> None:
+    good, last, bad = make(), make(), make()
+    fail_at(bad, "prepare", ErrorCode.POSTLOAD_FAILED)
+    order: list[str] = []
+
+    async def note(what: str) -> None:
+        order.append(what)
+
+    good.hooks["finish"] = last.hooks["finish"] = lambda: note("finish")
+    bad.hooks["abort"] = lambda: note("abort")
+    with pusher_for(good, last, bad, on_server_failure="exclude") as pusher:
+        report = pusher.push(make_weights(), weight_version="v1")
+    assert [found.url for found in report.excluded] == [bad.url]
+    assert order == ["finish", "finish", "abort"]
+
+
+def test_an_error_that_names_a_stranger_is_raised(make: MakeServer) -> None:
+    stranger = PushError(ErrorCode.LANDING_FAILED, "elsewhere", server="http://stranger:1")
+
+    def progress(step: PushProgress) -> None:
+        if step.bucket:
+            raise stranger
+
+    with pusher_for(make(), make(), on_server_failure="exclude") as pusher, pytest.raises(PushError) as raised:
+        pusher.push(make_weights(), weight_version="v1", progress=progress)
+    assert raised.value is stranger
+
+
 # abort
 
 
@@ -309,6 +366,25 @@ def test_only_those_behind_are_brought_to_what_was_pushed_last(make: MakeServer)
             pusher.rollback()
         with pytest.raises(PushError, match="pushed nothing yet"):
             pusher.catch_up(make_weights())
+
+
+def test_weights_that_change_after_they_were_looked_at_catch_nobody_up(
+    make: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, late = make(), make()
+    weights = make_weights()
+    with pusher_for(good) as pusher:
+        pusher.push(weights, weight_version="v1")
+        pusher._membership._urls = (good.url, late.url)
+
+        async def change() -> None:
+            weights["int"] += 1
+
+        late.hooks["begin"] = change
+        with pytest.raises(PushError, match="'int' differs") as refused:
+            pusher.catch_up(weights)
+    assert refused.value.code is ErrorCode.WEIGHTS_REJECTED
+    assert late.status().weight_version == "default"
 
 
 async def _refuse() -> None:
@@ -473,3 +549,19 @@ def test_a_copy_may_change_meanwhile_and_tied_weights_stay_tied(make: MakeServer
     with pusher_for(server) as pusher, pytest.raises(TypeError, match="cannot push a int"):
         pusher.push_async(3, weight_version="v1", copy=True)  # type: ignore[arg-type]  # that is the point
     assert our_threads() == []
+
+
+def test_a_trainer_that_ends_has_its_last_push_committed(make: MakeServer) -> None:
+    server = make()
+    slow(server)
+    script = (
+        "import sys; from unit.test_client_push import BUCKET_BYTES, make_weights; "
+        "from weightpush_client import WeightPusher; "
+        "pusher = WeightPusher(sys.argv[1], token=sys.argv[2], transport='http', bucket_bytes=BUCKET_BYTES); "
+        "pusher.push_async(make_weights(), weight_version='last')"
+    )
+    command = [sys.executable, "-c", script, server.url, TOKEN]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert server.status().weight_version == "last"

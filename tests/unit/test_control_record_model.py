@@ -19,6 +19,8 @@ from weightpush_server.records import ControlRecord, UpdateRecord
 BUCKETS = 3
 #: More than are remembered, so that one may come again when it is forgotten.
 IDS = st.sampled_from("abcdefghijkl")
+#: Few, as an update that is aborted ahead never begins.
+ABORTED = st.sampled_from("ijkl")
 CALLS = st.sampled_from([None, "x", "y"])
 #: Update ids are remembered for so many updates.
 REMEMBERED = 8
@@ -62,6 +64,7 @@ class ControlRecordMachine(RuleBasedStateMachine):
         self.epoch = 0
         self.running: Running | None = None
         self.ended: list[tuple[str, bool]] = []
+        self.aborted: set[str] = set()
         self.requests: list[Request] = []
 
     def change(self, work: Callable[[ControlRecord], object]) -> Exception | None:
@@ -108,6 +111,9 @@ class ControlRecordMachine(RuleBasedStateMachine):
         if known:
             assert isinstance(error, WeightPushError)
             assert error.code in (ErrorCode.STALE_UPDATE, ErrorCode.UPDATE_FAILED)
+        elif update_id in self.aborted:
+            assert isinstance(error, WeightPushError)
+            assert error.code is ErrorCode.ABORTED
         elif self.running is not None and self.running.update_id == update_id:
             assert (error, mine) == (None, [False])
         elif self.running is not None:
@@ -117,6 +123,13 @@ class ControlRecordMachine(RuleBasedStateMachine):
             assert (error, mine) == (None, [True])
             self.epoch += 1
             self.running = Running(update_id, self.epoch, f"v{self.epoch}", self.state, keep, staged)
+
+    @rule(update_id=ABORTED)
+    def abort_ahead(self, update_id: str) -> None:
+        assert self.change(lambda record: record.abort_ahead(update_id)) is None
+        runs = self.running is not None and self.running.update_id == update_id
+        if not runs and update_id not in dict(self.ended):
+            self.aborted.add(update_id)
 
     @precondition(lambda self: self.running is not None and self.running.staged)
     @rule()

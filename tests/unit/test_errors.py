@@ -58,7 +58,7 @@ STATUS = {
     "not_serving": 503,
     "internal": 500,
 }
-CLIENT_ONLY = {"unreachable", "protocol_error", "weights_rejected", "trainer_rank_lost"}
+CLIENT_ONLY = {"unreachable", "protocol_error", "weights_rejected", "trainer_rank_lost", "launch_failed"}
 
 
 def full_error() -> WeightPushError:

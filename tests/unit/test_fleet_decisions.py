@@ -121,12 +121,17 @@ def test_who_answered_with_a_failure_is_a_culprit_unless_it_is_a_consequence() -
     assert list(culprits(victim, UPDATE, witnesses)) == ["a"]
 
 
-def test_without_a_culprit_the_lost_the_speaker_and_the_slowest_are_suspects_in_this_order() -> None:
+def test_without_a_culprit_the_lost_the_silent_the_slowest_and_the_speaker_are_suspects_in_this_order() -> None:
     witnesses = [witness("a", buckets=[3, 2]), witness("b", buckets=[3, 3]), witness("c", buckets=[3])]
     details = {LOST_SERVERS: ["b"]}
     speaker = PushError(ErrorCode.TRANSPORT_FAILED, "lost", server="c", details=details)
-    assert list(suspects(speaker, witnesses)) == ["b"]
-    assert list(suspects(PushError(ErrorCode.TRANSPORT_FAILED, "lost", server="c"), witnesses)) == ["c"]
+    assert list(suspects(speaker, witnesses, {"a"})) == ["b"]
+    # The first to report that its connections broke is rarely the one that broke them.
+    victim = PushError(ErrorCode.TRANSPORT_FAILED, "lost", server="c")
+    assert list(suspects(victim, witnesses, {"b"})) == ["b"]
+    assert list(suspects(victim, witnesses)) == ["a"]
+    alike = [witness("a", buckets=[3]), witness("c", buckets=[3])]
+    assert list(suspects(victim, alike)) == ["c"]
     slow = suspects(BROKE, witnesses)
     assert {url: (error.server, error.code) for url, error in slow.items()} == {"a": ("a", ErrorCode.TRANSPORT_FAILED)}
     # All equally far: nothing says that another choice of servers would help.
@@ -215,7 +220,10 @@ LAST = LastPush("v1", {"x": "1", "y": "2"}, True, {"i1": "f"})
     [
         (status(fingerprint="f"), True),
         (status(state=ServerState.STAGING, fingerprint="f"), True),
-        (status(instance="another", fingerprint="of other workers"), True),
+        (status(instance="another", fingerprint="f"), True),
+        # Whoever labelled it may have meant other bytes.
+        (status(instance="another", fingerprint="of other workers"), False),
+        (status(instance="another"), False),
         # Somebody else's bytes under the same label.
         (status(fingerprint="g"), False),
         (status(version="v0"), False),
@@ -228,6 +236,12 @@ def test_who_serves_what_was_pushed_last(given: Status, served: bool) -> None:
     assert LAST.is_served_by(given) is served
     assert list(stale_for_partial(LAST, [given])) == ([] if served else [0])
     assert stale_for_partial(None, [given]) == {}
+
+
+def test_servers_with_several_versions_are_no_base_for_a_partial_push() -> None:
+    behind = stale_for_partial(None, [status(version=version) for version in ("v0", "v1", "v1")])
+    assert {place: error.code for place, error in behind.items()} == {0: ErrorCode.PARTIAL_REFUSED}
+    assert "'v0' and most have 'v1'" in behind[0].message
 
 
 @pytest.mark.parametrize(

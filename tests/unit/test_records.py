@@ -308,3 +308,39 @@ def test_an_update_is_reserved_once_and_what_its_maker_raises_changes_nothing() 
     with pytest.raises(WeightPushError) as ended:
         control.reserve("u1", "d", make)
     assert ended.value.code is ErrorCode.UPDATE_FAILED
+
+
+def test_an_update_that_was_aborted_before_its_begin_arrived_does_not_begin() -> None:
+    control = ControlRecord(instance_id="i", weight_version="v0")
+
+    def begin(update_id: str) -> bool:
+        return control.reserve(update_id, "d", lambda _: make_update(update_id=update_id, request_digest="d"))[0]
+
+    control.abort_ahead("u1")
+    for _ in range(2):  # A repeated begin is refused as well.
+        with pytest.raises(WeightPushError, match="aborted before its begin arrived") as aborted:
+            begin("u1")
+        assert (aborted.value.code, aborted.value.update_id) == (ErrorCode.ABORTED, "u1")
+    assert (control.update, control.epoch, control.last_error) == (None, 0, None)
+    with pytest.raises(WeightPushError) as stale:
+        control.active("u1")
+    assert stale.value.code is ErrorCode.STALE_UPDATE
+    assert begin("u2")
+
+
+def test_only_updates_that_are_not_known_are_aborted_ahead() -> None:
+    control = running()
+    control.abort_ahead("u1")
+    control.fail(error())
+    control.abort_ahead("u1")
+    assert control.aborted_ahead == []
+
+
+def test_few_updates_are_remembered_as_aborted_ahead() -> None:
+    control = ControlRecord(instance_id="i", weight_version="v0")
+    for number in range(100):
+        control.abort_ahead(f"u{number}")
+        control.abort_ahead("again")
+    assert control.aborted_ahead == [*(f"u{number}" for number in range(69, 100)), "again"]
+    control.reserve("u0", "d", lambda _: make_update(update_id="u0"))
+    assert control.update is not None

@@ -71,11 +71,12 @@ def test_reload_roots_are_directories_that_exist(tmp_path: Path) -> None:
             app._take_own_options(parser.parse_args(["--reload-root", str(root)]))
 
 
-def test_restarts_are_the_supervisors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["--restart-on-failure", "3"], ["--end-with-stdin"]])
+def test_what_is_the_supervisors_must_have_been_taken_out(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
     app._add_own_options(parser)
     with pytest.raises(app.StartRefusedError, match="must stand on the command line"):
-        app._take_own_options(parser.parse_args(["--restart-on-failure", "3"]))
+        app._take_own_options(parser.parse_args(words))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])

@@ -82,6 +82,7 @@ def test_every_wrapper_of_two_ranks_is_pushed_bit_for_bit(pair: Ranks, server: C
     assert_serves(server, 1)
     assert first == second
     assert isinstance(first, PushReport)
+    assert str(first) == str(second)
     assert first.buckets > 3
 
 

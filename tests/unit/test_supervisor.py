@@ -74,8 +74,10 @@ import sys
 from weightpush_server import supervisor
 script, folder, grace, words = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4:]
 restarts, rest = supervisor.read_options(words)
+owner, rest = supervisor.read_owner(rest)
 command = lambda restart: [sys.executable, script, folder, *rest, *(["--await-weights"] if restart else [])]
-raise SystemExit(supervisor.Supervisor(command, supervisor.RestartBudget(restarts), grace_s=grace).run())
+budget = supervisor.RestartBudget(restarts)
+raise SystemExit(supervisor.Supervisor(command, budget, grace_s=grace, owner=owner).run())
 """
 
 #: Long enough for a machine that other tests keep busy.
@@ -112,8 +114,16 @@ class Supervised:
         command = [sys.executable, "-c", SUPERVISOR, str(self.script), str(self.folder), str(grace_s), *words]
         if before:
             command = ["sh", "-c", f'{before}; exec "$@"', "sh", *command]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        stdin = subprocess.PIPE if supervisor.END_OPTION in words else subprocess.DEVNULL
+        self.process = subprocess.Popen(command, stdin=stdin, stderr=subprocess.PIPE, text=True, start_new_session=True)
         return self
+
+    def hang_up(self) -> None:
+        """Close its standard input, as when this process died."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.stdin = None
 
     def note(self, name: str) -> str:
         """Wait for a note of the server and return it."""
@@ -282,6 +292,37 @@ def test_a_stop_during_the_pause_before_a_restart_is_heeded(supervised: Supervis
     supervised.nothing_left({name: pid for name, pid in pids.items() if name != "supervisor"})
     os.kill(pids["supervisor"], signal.SIGTERM)
     assert supervised.wait()[0] != 0
+
+
+def test_it_ends_with_whoever_holds_its_standard_input(supervised: Supervised) -> None:
+    pids = supervised.start(supervisor.RESTART_OPTION, "3", supervisor.END_OPTION, "--model", "m").pids()
+    assert supervised.words(0) == ["--model", "m"]
+    supervised.hang_up()
+    status, said = supervised.wait()
+    assert status == 128 + signal.SIGKILL
+    assert said == "weightpush serve: standard input was closed; the server is ended"
+    supervised.nothing_left(pids)
+    assert not (supervised.folder / "server-1").exists()
+
+
+def test_its_starter_may_die_during_the_pause_before_a_restart(supervised: Supervised) -> None:
+    pids = supervised.start(supervisor.RESTART_OPTION, "3", supervisor.END_OPTION).pids()
+    os.kill(pids["server"], signal.SIGKILL)
+    supervised.nothing_left({name: pid for name, pid in pids.items() if name != "supervisor"})
+    supervised.hang_up()
+    assert supervised.wait()[0] != 0
+    assert not (supervised.folder / "server-1").exists()
+
+
+@pytest.mark.parametrize("stdin", [subprocess.DEVNULL, None])
+def test_a_standard_input_that_cannot_close_is_refused(tmp_path: Path, stdin: int | None) -> None:
+    program = "from weightpush_server import supervisor; supervisor.read_owner(['--end-with-stdin'])"
+    with (tmp_path / "file").open("w+") as file:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdin=file if stdin is None else stdin, capture_output=True, text=True
+        )
+    assert done.returncode == 2
+    assert "standard input is no pipe" in done.stderr
 
 
 def test_a_refused_command_line_is_not_tried_again(supervised: Supervised) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -78,6 +79,7 @@ class PushHandle:
         # No daemon: a trainer that ends in the middle of it still tells the servers.
         self._thread = threading.Thread(target=self._run, args=(push,), name="weightpush-push")
         self._thread.start()
+        _handles.add(self)
 
     def done(self) -> bool:
         """Whether the push has ended, one way or the other."""
@@ -114,6 +116,19 @@ class PushHandle:
             self._future.set_exception(error)
         else:
             self._future.set_result(report)
+
+
+#: Handles whose push may still run.
+_handles: weakref.WeakSet[PushHandle] = weakref.WeakSet()
+
+
+def _wait_for_all() -> None:
+    for handle in list(_handles):
+        handle.wait()
+
+
+# Before the executors that a push needs are shut down; `atexit` would be too late, for threads are joined before it.
+threading._register_atexit(_wait_for_all)  # type: ignore[attr-defined] # what concurrent.futures itself uses
 
 
 class _DeviceState:

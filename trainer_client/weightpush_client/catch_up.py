@@ -51,7 +51,10 @@ class LastPush:
         if not status.serving or status.weight_version != self.weight_version:
             return False
         known = self.fingerprints.get(status.instance_id)
-        return known is None or status.fingerprint in {None, known}
+        if known is not None:
+            return status.fingerprint in {None, known}
+        # It was started or labelled by somebody else: that label may stand for any bytes.
+        return status.fingerprint in self.fingerprints.values()
 
     def check_same(self, digests: Mapping[str, str]) -> None:
         """Look whether tensors with these ``digests`` are what was pushed.
@@ -99,7 +102,9 @@ def catch_up_target(last: LastPush | None) -> LastPush:
 def stale_for_partial(last: LastPush | None, statuses: Sequence[Status]) -> dict[int, PushError]:
     """Return the servers that a partial push must leave out, by their place: it would build on other weights there."""
     if last is None:
-        return {}
+        # Nothing is known of the bytes; but two versions are never the same base.
+        versions = {status.weight_version for status in statuses}
+        return {} if len(versions) < 2 else _other_versions(statuses)
     return {
         place: PushError(
             ErrorCode.PARTIAL_REFUSED,
@@ -109,6 +114,22 @@ def stale_for_partial(last: LastPush | None, statuses: Sequence[Status]) -> dict
         )
         for place, status in enumerate(statuses)
         if not last.is_served_by(status)
+    }
+
+
+def _other_versions(statuses: Sequence[Status]) -> dict[int, PushError]:
+    """Return the servers with another version than most have, by their place."""
+    versions = [status.weight_version for status in statuses]
+    most = max(versions, key=versions.count)
+    return {
+        place: PushError(
+            ErrorCode.PARTIAL_REFUSED,
+            f"the server has version {version!r} and most have {most!r}: a partial push would leave them with "
+            "different weights; push everything once",
+            state=statuses[place].state,
+        )
+        for place, version in enumerate(versions)
+        if version != most
     }
 
 

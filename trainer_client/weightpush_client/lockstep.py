@@ -22,7 +22,8 @@ from weightpush_client.sources.base import rejected
 from weightpush_client.sources.pieces import Step
 from weightpush_protocol.errors import ErrorBody, ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
-from weightpush_protocol.messages import Deadlines
+from weightpush_protocol.messages import Deadlines, UpdateMode
+from weightpush_protocol.state import ServerState
 
 # What the calls of a push may take beside its deadlines: status, manifest, planning.
 _CALLS_S: Final = 120.0
@@ -210,6 +211,15 @@ def _error(message: Message) -> PushError:
 
 
 def _report(body: dict[str, Any]) -> PushReport:
-    servers = tuple(ServerReport(**server) for server in body["servers"])
-    excluded = tuple(ExcludedServer(**server) for server in body["excluded"])
+    servers = tuple(ServerReport(**{**server, "mode": UpdateMode(server["mode"])}) for server in body["servers"])
+    excluded = tuple(
+        ExcludedServer(
+            **{
+                **server,
+                "state": None if server["state"] is None else ServerState(server["state"]),
+                "code": ErrorCode(server["code"]),
+            }
+        )
+        for server in body["excluded"]
+    )
     return PushReport(**{**body, "servers": servers, "excluded": excluded, "phases": PhaseSeconds(**body["phases"])})

@@ -6,7 +6,7 @@ So whoever reports such a consequence is no culprit as long as there is a better
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -71,17 +71,21 @@ def culprits(error: WeightPushError, update_id: str, witnesses: Sequence[Witness
     return found
 
 
-def suspects(error: WeightPushError, witnesses: Sequence[Witness]) -> dict[str, PushError]:
+def suspects(
+    error: WeightPushError, witnesses: Sequence[Witness], silent: Collection[str] = frozenset()
+) -> dict[str, PushError]:
     """Return whom to leave out where no server has failed by its own account; none where it may be the trainer.
 
-    First those whose connections broke as the trainer's end saw it, then the one that answered with ``error``, then
-    those that are behind the others.
+    First those whose connections broke as the trainer's end saw it, then those that were ``silent`` when they were told
+    to end the update (a worker that hangs keeps its server from it), then those that are behind the others, and last
+    the one that answered with ``error``: who reports a consequence first need not be its cause.
     """
     lost = [witness.url for witness in witnesses if witness.url in error.details.get(LOST_SERVERS, ())]
-    if not lost and isinstance(error, PushError) and error.server is not None:
-        lost = [error.server]
+    lost = lost or [witness.url for witness in witnesses if witness.url in silent]
     if not lost and error.code in CONSEQUENCES:
         lost = _laggards(witnesses)
+    if not lost and isinstance(error, PushError) and error.server is not None:
+        lost = [error.server]
     return {url: _blamed(error, url) for url in lost}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -139,7 +139,11 @@ class Push:
             try:
                 with update:
                     update.begin()
+                    self._check_bases()
                     update.stream(source, outgoing, device, self._buffers)
+                    if self._wish.catches_up and self._wish.last is not None:
+                        # They may have changed since they were looked at.
+                        self._wish.last.check_same(update.digests)
                     update.prepare()
                     answers = update.finish()
             except Exception as error:
@@ -149,7 +153,9 @@ class Push:
                     continue
                 if self._settings.policy is OnServerFailure.ABORT or not isinstance(error, WeightPushError):
                     raise
-                self._leave_out(update.dropped, self._find_culprits(error, request.update_id or ""), error)
+                self._leave_out(
+                    update.dropped, self._find_culprits(error, request.update_id or "", update.silent), error
+                )
                 # Others may be in the middle of reading it along.
                 source.close()
                 self._wish.again()
@@ -168,8 +174,37 @@ class Push:
         last = self._wish.last
         if self._wish.catches_up and last is not None:
             self._keep([place for place, status in enumerate(self._statuses) if not last.is_served_by(status)])
-        elif self._wish.partial and self._excludes:
-            self._exclude_at(stale_for_partial(last, self._statuses))
+        elif self._wish.partial:
+            self._leave_out_stale(stale_for_partial(last, self._statuses))
+
+    def _leave_out_stale(self, stale: dict[int, PushError]) -> None:
+        """Go on without servers on which a partial push would build on other weights; raise the first's under abort."""
+        errors = {place: PushError.of(error, self._fleet.urls[place]) for place, error in stale.items()}
+        if errors and not self._excludes:
+            raise next(iter(errors.values()))
+        self._exclude_at(errors)
+
+    def _check_bases(self) -> None:
+        """Look whether a partial push still builds on the weights that the servers had at the roll call.
+
+        Called when all servers hold the update: from then on nobody else can change what they have.
+
+        Raises:
+            PushError: ``partial_refused``: one does not.
+        """
+        if not self._wish.partial:
+            return
+        bases = self._fleet.call(lambda _, server: server.status())
+        for url, before, base in zip(self._fleet.urls, self._statuses, bases, strict=True):
+            seen, now = ((each.instance_id, each.weight_version, each.fingerprint) for each in (before, base))
+            if seen != now:
+                raise PushError(
+                    ErrorCode.PARTIAL_REFUSED,
+                    f"the server had version {before.weight_version!r} when this partial push began, and has "
+                    f"{base.weight_version!r} now: somebody else changed its weights meanwhile",
+                    server=url,
+                    state=base.state,
+                )
 
     @property
     def _excludes(self) -> bool:
@@ -257,7 +292,7 @@ class Push:
 
     # who failed
 
-    def _find_culprits(self, error: WeightPushError, update_id: str) -> dict[str, PushError]:
+    def _find_culprits(self, error: WeightPushError, update_id: str, silent: Collection[str]) -> dict[str, PushError]:
         """Return the servers to go on without, by address, once the others are ready to begin again."""
         if is_trainers(error):
             return {}
@@ -274,7 +309,7 @@ class Push:
             found |= culprits(error, update_id, witnesses)
             waited = time.monotonic() - started
             if found or waited > _VERDICT_S:
-                found = found or suspects(error, witnesses)
+                found = found or suspects(error, witnesses, silent)
                 busy = [url for url, answer in zip(self._fleet.urls, answers, strict=True) if _runs(answer, update_id)]
                 if not found or not set(busy) - set(found) or waited > _SETTLE_S:
                     return found
@@ -287,9 +322,9 @@ class Push:
 
         Raises ``error`` where it is nobody's, and the first one where no server is left.
         """
-        if not found:
-            raise error
         places = {url: place for place, url in enumerate(self._fleet.urls)}
+        if not found.keys() & places.keys():
+            raise error
         self._exclude_at({places[url]: own for url, own in found.items() if url in places} | dict(dropped))
 
     # what became of it

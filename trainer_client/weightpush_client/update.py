@@ -91,6 +91,8 @@ class Update:
         #: Servers that take part to the end, and those that were left behind, by their place in the fleet.
         self._active = list(range(len(fleet)))
         self.dropped: dict[int, PushError] = {}
+        #: Addresses of those that did not answer when they were told that the push had failed.
+        self.silent: set[str] = set()
         #: Of the tensors that were sent, by name.
         self.digests: Mapping[str, str] = {}
         self._tensors_done = 0
@@ -191,9 +193,12 @@ class Update:
         self._seconds["prepare"] = perf_counter() - start
         failed = self._errors(results)
         others_complete = all(error.code not in CONSEQUENCES for error in failed.values())
-        if failed and not (self._excludes and others_complete and len(failed) < len(results)):
+        # Whoever is ready for a partial push in direct mode cannot begin it again: what it builds on is gone.
+        no_way_back = self._request.partial and UpdateMode.DIRECT in self.modes
+        if failed and not (self._excludes and (others_complete or no_way_back) and len(failed) < len(results)):
             raise min(failed.values(), key=lambda error: error.code in CONSEQUENCES)
-        self._drop(failed)
+        # They are told when the others have committed: one that hangs must not cost those their lease.
+        self._leave(failed)
 
     def finish(self) -> dict[int, FinishAnswer]:
         """Commit on all servers; return their answers by their place in the fleet. Cannot be stopped any more.
@@ -228,7 +233,8 @@ class Update:
         answers = {place: result for place, result in results.items() if isinstance(result, FinishAnswer)}
         if len(answers) < len(results) and not (self._excludes and answers):
             raise not_committed(self._fleet.only(list(results)), self._update_id, list(results.values()), self._scope)
-        self._drop(self._errors(results))
+        self._leave(self._errors(results))
+        self._tell_dropped()
         return answers
 
     @property
@@ -253,13 +259,15 @@ class Update:
                 raise result
         return errors
 
-    def _drop(self, errors: Mapping[int, PushError]) -> None:
-        """Go on without the servers at these places, and tell them."""
-        if not errors:
-            return
+    def _leave(self, errors: Mapping[int, PushError]) -> None:
+        """Go on without the servers at these places."""
         self.dropped |= errors
         self._active = [place for place in self._active if place not in errors]
-        self._abort_at(sorted(errors), "the trainer went on without this server")
+
+    def _tell_dropped(self) -> None:
+        """End the update on the servers that it went on without."""
+        if self.dropped:
+            self._abort_at(sorted(self.dropped), "the trainer went on without this server")
 
     def _call_begin(self) -> list[BeginAnswer]:
         async def begin(index: int, server: ServerApi) -> BeginAnswer:
@@ -347,8 +355,9 @@ class Update:
                 link.sender.abort()
 
     def _abort(self, error: BaseException) -> None:
-        places = sorted(self._may_hold - set(self.dropped))
+        places = sorted(self._may_hold)
         states = self._abort_at(places, f"the trainer gave up: {type(error).__name__}: {error}")
+        self.silent = {self._fleet.urls[place] for place in places if place not in states}
         if isinstance(error, WeightPushError) and error.state is None:
             error.state = self._state_after(error, states)
 
