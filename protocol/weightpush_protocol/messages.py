@@ -347,7 +347,11 @@ class LastError(_Answer):
 
 
 class LastUpdate(_Answer):
-    """The last update that was committed."""
+    """The last update that was committed.
+
+    ``phase_seconds``: how long the server was in each phase. ``worker_seconds``: what its slowest worker spent on each
+    part (``receive``, ``digest``, ``copy``, ``open``, ``land``, ``postload``, ``proof``), beside each other or not.
+    """
 
     update_id: str
     weight_version: str
@@ -359,6 +363,7 @@ class LastUpdate(_Answer):
     seconds: float
     pause_seconds: float
     phase_seconds: dict[str, float] = Field(default_factory=dict)
+    worker_seconds: dict[str, float] = Field(default_factory=dict)
     finished_at: AwareDatetime
 
 

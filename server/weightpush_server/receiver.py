@@ -26,6 +26,7 @@ from weightpush_server.hostcopy import HostCopy
 from weightpush_server.progress import ProgressWriter
 from weightpush_server.reload import ReloadSession
 from weightpush_server.stored import view_tensor
+from weightpush_server.timing import PartSeconds
 
 #: How often a waiting worker looks whether its trainer still lives, in seconds.
 _LOOK_S: Final = 0.25
@@ -68,6 +69,7 @@ class UpdateReceiver:
         self._session: ReloadSession | None = None
         self._buffer: torch.Tensor | None = None
         self._landed: set[str] = set()
+        self.seconds = PartSeconds()
         #: Digests of the tensors that arrived, as far as the update has any.
         self.digests: dict[str, str] = {}
         self._stopped = threading.Event()
@@ -156,18 +158,22 @@ class UpdateReceiver:
         self._progress.update(epoch=self.epoch, error=error.body().error)
 
     def _take(self, job: _Job) -> None:
-        buffer, entries, digests = self._read_spool(job) if job.spool is not None else self._receive(job)
-        for spec, offset in entries:
-            self._check_digest(spec, buffer[offset : offset + spec.nbytes], digests.get(spec.name))
-        if self._copy is not None:
+        with self.seconds.booking("receive"):
+            buffer, entries, digests = self._read_spool(job) if job.spool is not None else self._receive(job)
+        with self.seconds.booking("digest"):
             for spec, offset in entries:
-                self._copy.add(spec, buffer[offset : offset + spec.nbytes])
+                self._check_digest(spec, buffer[offset : offset + spec.nbytes], digests.get(spec.name))
+        if self._copy is not None:
+            with self.seconds.booking("copy"):
+                for spec, offset in entries:
+                    self._copy.add(spec, buffer[offset : offset + spec.nbytes])
         if not self._staged:
             shared = isinstance(self._transport, BorrowingReceiver)
-            self.session.land(self._until_stopped(buffer, entries), read_only=shared)
-            if self._device.type == "cuda":
-                # Copies are queued; the buffer is reused and progress is told only when they are done.
-                torch.cuda.synchronize(self._device)
+            with self.seconds.booking("land"):
+                self.session.land(self._until_stopped(buffer, entries), read_only=shared)
+                if self._device.type == "cuda":
+                    # Copies are queued; the buffer is reused and progress is told only when they are done.
+                    torch.cuda.synchronize(self._device)
         if isinstance(self._transport, BorrowingReceiver):
             self._transport.give_back(job.bucket)
         self._landed.update(spec.name for spec, _ in entries)

@@ -79,6 +79,7 @@ class UpdateRecord(BaseModel):
     started: float = Field(default_factory=time.monotonic)
     phase_since: float = Field(default_factory=time.monotonic)
     phase_seconds: dict[str, float] = Field(default_factory=dict)
+    worker_seconds: dict[str, float] = Field(default_factory=dict)
     lease_renewed: float = Field(default_factory=time.monotonic)
     gate_closed: float | None = None
     #: Somebody is bringing the engine to rest, and will undo that if the update ends meanwhile.
@@ -361,6 +362,7 @@ class ControlRecord(BaseModel):
             transport=update.transport,
             digest=update.digest,
             phase_seconds=update.phase_seconds,
+            worker_seconds=update.worker_seconds,
             finished_at=utc_now(),
         )
         if update.restores is None:

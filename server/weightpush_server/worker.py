@@ -129,6 +129,7 @@ class WeightPushWorkerExtension:
             receiver=receiver,
             copy=copy,
             digests=receiver.digests,
+            seconds=receiver.seconds,
         )
         state.start(update, begin.weight_version)
         receiver.connect()
@@ -189,13 +190,14 @@ class WeightPushWorkerExtension:
         update = state.current(epoch)
         state.check_quiet()
         state.taint(True)
-        session = start_reload(
-            state.model,
-            vllm_config=state.worker.vllm_config,
-            device=state.device,
-            plan=state.planner().plan(update.specs),
-            partial=update.partial,
-        )
+        with update.seconds.booking("open"):
+            session = start_reload(
+                state.model,
+                vllm_config=state.worker.vllm_config,
+                device=state.device,
+                plan=state.planner().plan(update.specs),
+                partial=update.partial,
+            )
         update.attach(session)
         return {}
 
@@ -236,8 +238,7 @@ class WeightPushWorkerExtension:
         return {
             "fingerprint": proof.fingerprint,
             "tensors": proof.tensors,
-            "seconds_postload": proof.seconds_postload,
-            "seconds_proof": proof.seconds_proof,
+            "seconds": {**update.seconds.spent, "postload": proof.seconds_postload, "proof": proof.seconds_proof},
         }
 
     @_rpc
