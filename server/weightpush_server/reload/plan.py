@@ -64,6 +64,18 @@ class Plan:
     writes: dict[str, list[tuple[int, ByteRanges]]]
     overlapping: frozenset[str]
     complete: bool
+    #: The answer of :meth:`remembered`, with what it is about.
+    _answer: list[tuple[Sequence[TensorSpec], object, str]] = field(default_factory=list, compare=False)
+
+    def remembered(self, specs: Sequence[TensorSpec], key: object, work_out: Callable[[], str]) -> str:
+        """Return what ``work_out`` says about ``specs`` and ``key``, which it is not asked twice for the same tuple."""
+        for about, known_key, answer in self._answer:
+            if about is specs and known_key == key:
+                return answer
+        answer = work_out()
+        if isinstance(specs, tuple):
+            self._answer[:] = [(specs, key, answer)]
+        return answer
 
     def lands_nowhere(self, name: str) -> bool:
         """Whether no byte of ``name`` is needed on this rank."""
@@ -280,10 +292,10 @@ def _overlapping(writes: dict[int, list[tuple[int, ByteRanges]]]) -> set[int]:
             by_group[group].append((source, ranges.merged()))
     found: set[int] = set()
     for parts in by_group.values():
-        ranges = torch.cat([part for _, part in parts])
+        runs = torch.cat([part for _, part in parts])
         owners = torch.tensor([source for source, part in parts for _ in range(part.shape[0])], device="cpu")
-        order = ranges[:, 0].argsort()
-        starts, ends = ranges[order].unbind(1)
+        order = runs[:, 0].argsort()
+        starts, ends = runs[order].unbind(1)
         # Ranges of one source are disjoint, so a range that meets an earlier or a later one meets another source's.
         meets = torch.zeros(len(order), dtype=torch.bool, device="cpu")
         meets[1:] |= starts[1:] < ends.cummax(0).values[:-1]
@@ -330,9 +342,14 @@ class PlanCache:
         self._vllm_config = vllm_config
         self._device = device
         self._plans: OrderedDict[frozenset[tuple[str, str, tuple[int, ...]]], Plan] = OrderedDict()
+        #: Plans of tuples of tensors that were seen before, and that will come again where a manifest is known.
+        self._recent: list[tuple[Sequence[TensorSpec], Plan]] = []
 
     def plan(self, specs: Sequence[TensorSpec]) -> Plan:
         """Return the plan for ``specs``, made now if there is none; see :func:`make_plan`."""
+        for recent, plan in self._recent:
+            if recent is specs:
+                return plan
         key = frozenset((spec.name, spec.dtype, spec.shape) for spec in specs)
         found = self._plans.get(key)
         if found is None:
@@ -341,4 +358,6 @@ class PlanCache:
         self._plans.move_to_end(key)
         while len(self._plans) > _KEPT_PLANS:
             self._plans.popitem(last=False)
+        if isinstance(specs, tuple):  # What can change must be looked at.
+            self._recent = [*self._recent[1 - _KEPT_PLANS :], (specs, found)]
         return found

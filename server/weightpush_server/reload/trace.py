@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -376,7 +376,7 @@ class _Operator(NamedTuple):
     is_view: bool
 
 
-@lru_cache(maxsize=None)
+@cache
 def _operator(func: Any) -> _Operator:
     schema = func._schema
     writes = [
@@ -401,9 +401,7 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def _written(operator: _Operator, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that an operator writes, as its schema says."""
-    return _tensors(
-        args[position] if position < len(args) else kwargs.get(name) for position, name in operator.writes
-    )
+    return _tensors(args[position] if position < len(args) else kwargs.get(name) for position, name in operator.writes)
 
 
 def _fill_value(name: str, args: Any) -> float | None:
