@@ -170,7 +170,7 @@ class UpdateReceiver:
         if not self._staged:
             shared = isinstance(self._transport, BorrowingReceiver)
             with self.seconds.booking("land"):
-                self.session.land(self._until_stopped(buffer, entries), read_only=shared)
+                self._land(job, buffer, entries, read_only=shared)
                 if self._device.type == "cuda":
                     # Copies are queued; the buffer is reused and progress is told only when they are done.
                     torch.cuda.synchronize(self._device)
@@ -184,14 +184,24 @@ class UpdateReceiver:
             bytes=sum(spec.nbytes for spec, _ in entries),
         )
 
+    def _land(self, job: _Job, buffer: torch.Tensor, entries: list[tuple[TensorSpec, int]], *, read_only: bool) -> None:
+        if job.spool is None:
+            bucket = self.begin.manifest.buckets[job.bucket]
+            self.session.land_bucket(buffer, bucket, entries, check_wanted=self._check_wanted, read_only=read_only)
+            return
+        self.session.land(self._until_stopped(buffer, entries), read_only=read_only)
+
     def _until_stopped(
         self, buffer: torch.Tensor, entries: list[tuple[TensorSpec, int]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a bucket's tensors for landing, but none any more once the update was given up."""
         for spec, offset in entries:
-            if self._stopped.is_set():
-                raise WeightPushError(ErrorCode.ABORTED, "the update was given up while a bucket was landing")
+            self._check_wanted()
             yield spec.name, view_tensor(buffer, offset, spec)
+
+    def _check_wanted(self) -> None:
+        if self._stopped.is_set():
+            raise WeightPushError(ErrorCode.ABORTED, "the update was given up while a bucket was landing")
 
     def _receive(self, job: _Job) -> tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]:
         assert self._transport is not None  # A collective job is only made for a collective transport.

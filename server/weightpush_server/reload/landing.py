@@ -13,14 +13,23 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import NAMED_OFFENDERS, ManifestProblem, ProblemKind, TensorSpec, compare_manifest
+from weightpush_protocol.manifest import (
+    NAMED_OFFENDERS,
+    BucketSpec,
+    ManifestProblem,
+    ProblemKind,
+    TensorSpec,
+    compare_manifest,
+)
+from weightpush_server.reload.batch import Batch, Entries
 from weightpush_server.reload.contexts import loading_context
 from weightpush_server.reload.coverage import ByteRanges, WriteLog, WriteRecorder
 from weightpush_server.reload.layout import ModelLayout
 from weightpush_server.reload.opening import Opened, find_places, unwritten
 from weightpush_server.reload.plan import Plan
-from weightpush_server.reload.program import Replayer
+from weightpush_server.reload.program import Replayer, strided
 from weightpush_server.reload.storage import Place
+from weightpush_server.stored import view_tensor
 from weightpush_server.ways import Way
 
 
@@ -110,6 +119,54 @@ class ReloadSession:
             raise failure from error
         if left:
             self._load(left, read_only)
+
+    def land_bucket(
+        self,
+        buffer: torch.Tensor,
+        bucket: BucketSpec,
+        entries: Entries,
+        *,
+        check_wanted: Callable[[], None],
+        read_only: bool = False,
+    ) -> None:
+        """Write the tensors of a planned bucket into the model, as :meth:`land` does, with far fewer copies.
+
+        ``buffer`` holds the bucket's bytes (uint8), which are laid out as ``entries`` say, the same for a ``bucket``
+        every time. ``check_wanted`` raises when nobody wants the rest any more; it is called before every copy.
+
+        Raises:
+            WeightPushError: see :meth:`land`; what ``check_wanted`` raises.
+        """
+        self._check_current()
+        rest = entries
+        if self.plan is not None and buffer.device.type == self.device.type:
+            batch = self.plan.batch(bucket, entries)
+            self._move(batch, buffer, check_wanted)
+            rest = batch.rest
+        tensors = ((spec.name, view_tensor(buffer, offset, spec)) for spec, offset in _wanted(rest, check_wanted))
+        self.land(tensors, read_only=read_only)
+
+    def _move(self, batch: Batch, buffer: torch.Tensor, check_wanted: Callable[[], None]) -> None:
+        current = next(iter(batch.names & self._landed), None)
+        try:
+            if current is not None:
+                raise _failed(current, "it arrived twice")
+            with loading_context(self.vllm_config, self.device):
+                storage, start = buffer.untyped_storage(), int(buffer.storage_offset())
+                for move in batch.moves:
+                    check_wanted()
+                    current, source, target = move
+                    view = strided(storage, source.dtype, start + source.offset, source.shape, source.stride)
+                    self._replayer.move(view, target)
+        except WeightPushError as error:
+            self._fail(error)
+            raise
+        except Exception as error:
+            failure = _failed(current, f"copying it raised {type(error).__name__}: {error}", error)
+            self._fail(failure)
+            raise failure from error
+        self._landed |= batch.names
+        self.nbytes += batch.nbytes
 
     def _replay(self, name: str, tensor: torch.Tensor) -> bool:
         """Copy ``tensor`` to its places; return False where the model's loaders have to."""
@@ -267,6 +324,12 @@ def _ways(layout: ModelLayout, plan: Plan | None, specs: Iterable[TensorSpec], s
         return Way.SCRATCH if any(index in scratch for index in program.groups) else Way.IN_PLACE
 
     return "".join(way(spec.name) for spec in specs)
+
+
+def _wanted(entries: Entries, check_wanted: Callable[[], None]) -> Iterator[tuple[TensorSpec, int]]:
+    for entry in entries:
+        check_wanted()
+        yield entry
 
 
 class _Stream:

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from weightpush_protocol.manifest import NAMED_OFFENDERS, TensorSpec
+from weightpush_protocol.manifest import NAMED_OFFENDERS, BucketSpec, TensorSpec
+from weightpush_server.reload.batch import Batch, Entries, make_batch
 from weightpush_server.reload.contexts import loading_context
 from weightpush_server.reload.coverage import ByteRanges, strided_ranges
 from weightpush_server.reload.fingerprint import tensor_objects
@@ -37,6 +38,8 @@ _MAX_RUNS: Final = 2 * NAMED_OFFENDERS + 1
 _MAX_SECONDS: Final = 20.0
 #: Manifests whose plans are kept.
 _KEPT_PLANS: Final = 4
+#: Buckets of a plan whose batches are kept: with those of a terabyte in 256 MiB none is worked out twice.
+_KEPT_BATCHES: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,18 @@ class Plan:
     complete: bool
     #: The answer of :meth:`remembered`, with what it is about.
     _answer: list[tuple[Sequence[TensorSpec], object, str]] = field(default_factory=list, compare=False)
+
+    #: Batches of :meth:`batch`, by bucket, which are kept with them.
+    _batches: dict[int, tuple[BucketSpec, Batch]] = field(default_factory=dict, compare=False)
+
+    def batch(self, bucket: BucketSpec, entries: Entries) -> Batch:
+        """Return how ``bucket``, which holds ``entries``, lands; worked out once for each bucket of a manifest."""
+        known = self._batches.get(id(bucket))
+        if known is None:
+            while len(self._batches) >= _KEPT_BATCHES:
+                self._batches.pop(next(iter(self._batches)))
+            known = self._batches[id(bucket)] = bucket, make_batch(self.programs, self.specs, entries)
+        return known[1]
 
     def remembered(self, specs: Sequence[TensorSpec], key: object, work_out: Callable[[], str]) -> str:
         """Return what ``work_out`` says about ``specs`` and ``key``, which it is not asked twice for the same tuple."""

@@ -113,6 +113,10 @@ class Replayer:
             else:
                 written.copy_(self._view(source, tensor, temporaries))
 
+    def move(self, source: torch.Tensor, target: View) -> None:
+        """Copy ``source`` to ``target``, a view into a storage group."""
+        self._of_group(target).copy_(source)
+
     def close(self) -> None:
         """Let go of the model's storages."""
         self._bases.clear()
@@ -120,8 +124,7 @@ class Replayer:
     def _view(self, view: View, tensor: torch.Tensor, temporaries: dict[int, torch.UntypedStorage]) -> torch.Tensor:
         (kind, index), dtype, offset, shape, stride = view
         if kind is Kind.GROUP:
-            base, start = self._bases.get((index, dtype)) or self._base(index, dtype)
-            return base.as_strided(shape, stride, _elements(start + offset, dtype))
+            return self._of_group(view)
         if kind is Kind.TEMPORARY:
             return strided(temporaries[index], dtype, offset, shape, stride)
         if dtype is tensor.dtype:
@@ -130,6 +133,11 @@ class Replayer:
             return tensor.as_strided(shape, stride, int(tensor.storage_offset()) + _elements(offset, dtype))
         start = int(tensor.storage_offset()) * tensor.element_size()
         return strided(tensor.untyped_storage(), dtype, start + offset, shape, stride)
+
+    def _of_group(self, view: View) -> torch.Tensor:
+        (_, index), dtype, offset, shape, stride = view
+        base, start = self._bases.get((index, dtype)) or self._base(index, dtype)
+        return base.as_strided(shape, stride, _elements(start + offset, dtype))
 
     def _base(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
         place = self._place_of(index)

@@ -1,0 +1,151 @@
+"""The copies of a whole bucket, worked out once: tensors of one kind that lie evenly spaced go in one strided copy.
+
+A mixture of experts has thousands of tensors that differ in their offsets only. Landed one by one they cost more time
+in Python than in memory; the experts of a layer lie at even distances both in the bucket and in the weight that holds
+them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final, NamedTuple
+
+import torch
+
+from weightpush_protocol.manifest import TensorSpec
+from weightpush_server.reload.coverage import ByteRanges, strided_ranges
+from weightpush_server.reload.program import Kind, Program, View
+
+#: Tensors of a bucket, each with its byte offset in it.
+Entries = Sequence[tuple[TensorSpec, int]]
+
+#: How many of the following moves are tried as the second of a run: gate and up projections of experts alternate.
+_LOOKS: Final = 3
+
+
+class Source(NamedTuple):
+    """A strided view into a bucket; ``offset`` counts bytes from its start."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Move(NamedTuple):
+    """One copy from a bucket to a storage group; ``name`` is the first tensor that it brings."""
+
+    name: str
+    source: Source
+    target: View
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How a bucket lands.
+
+    Attributes:
+        names: the tensors that ``moves`` bring, wholly; no two moves write the same byte.
+        nbytes: of these tensors.
+        moves: the copies.
+        rest: the tensors that have to land one by one.
+    """
+
+    names: frozenset[str]
+    nbytes: int
+    moves: tuple[Move, ...]
+    rest: tuple[tuple[TensorSpec, int], ...]
+
+
+def make_batch(programs: Mapping[str, Program], expected: Mapping[str, TensorSpec], entries: Entries) -> Batch:
+    """Work out how ``entries`` land by ``programs``, which no two tensors share a byte of.
+
+    What is not as ``expected``, or needs more than copies, is left for one by one.
+    """
+    alone: list[Move] = []
+    names: list[str] = []
+    rest: list[tuple[TensorSpec, int]] = []
+    nbytes = 0
+    for spec, offset in entries:
+        program = programs.get(spec.name)
+        if program is None or expected.get(spec.name) != spec or not _only_copies(program):
+            rest.append((spec, offset))
+            continue
+        names.append(spec.name)
+        nbytes += spec.nbytes
+        for step in program.steps:
+            source = step.source
+            assert source is not None  # Else it is no copy.
+            if prod(source.shape):
+                start = Source(source.dtype, offset + source.offset, source.shape, source.stride)
+                alone.append(Move(spec.name, start, step.target))
+    return Batch(frozenset(names), nbytes, tuple(_joined(alone)), tuple(rest))
+
+
+def _only_copies(program: Program) -> bool:
+    """Whether the order of the steps does not matter, and each copies from the received tensor to a weight."""
+    for target, source, _ in program.steps:
+        if source is None or source.buffer.kind is not Kind.SOURCE or target.buffer.kind is not Kind.GROUP:
+            return False
+    if len(program.steps) < 2:
+        return True
+    written: defaultdict[int, ByteRanges] = defaultdict(ByteRanges)
+    total = 0
+    for target, _, _ in program.steps:
+        ranges = strided_ranges(target.offset, target.shape, target.stride, target.dtype.itemsize)
+        written[target.buffer.number].add(ranges)
+        total += prod(target.shape) * target.dtype.itemsize
+    return sum(len(ranges) for ranges in written.values()) == total
+
+
+def _joined(moves: Sequence[Move]) -> Iterator[Move]:
+    """Join moves of one kind whose sources and whose targets lie at even distances."""
+    kinds: defaultdict[object, list[Move]] = defaultdict(list)
+    for move in moves:
+        source, target = move.source, move.target
+        kind = (source.dtype, source.shape, source.stride, target.buffer, target.dtype, target.shape, target.stride)
+        kinds[kind].append(move)
+    for alike in kinds.values():
+        alike.sort(key=lambda move: move.target.offset)
+        left = {(move.source.offset, move.target.offset): move for move in alike}
+        for position, start in enumerate(alike):
+            if (start.source.offset, start.target.offset) not in left:
+                continue
+            seconds = alike[position + 1 : position + 1 + _LOOKS]
+            run = max((_run(left, start, second) for second in seconds), key=len, default=[start])
+            for move in run:
+                del left[move.source.offset, move.target.offset]
+            yield _join(run)
+
+
+def _run(left: Mapping[tuple[int, int], Move], start: Move, second: Move) -> list[Move]:
+    """Return the evenly spaced run among the moves that are ``left`` which begins with these two."""
+    gap, target_gap = _distance(start, second)
+    if gap < 0 or gap % start.source.dtype.itemsize or target_gap % start.target.dtype.itemsize:
+        return [start]
+    run = [start]
+    at = start.source.offset, start.target.offset
+    while (following := left.get((at[0] + gap, at[1] + target_gap))) is not None:
+        run.append(following)
+        at = at[0] + gap, at[1] + target_gap
+    return run
+
+
+def _distance(first: Move, second: Move) -> tuple[int, int]:
+    return second.source.offset - first.source.offset, second.target.offset - first.target.offset
+
+
+def _join(run: Sequence[Move]) -> Move:
+    if len(run) == 1:
+        return run[0]
+    first = run[0]
+    gap, target_gap = _distance(first, run[1])
+    source, target = first.source, first.target
+    return Move(
+        first.name,
+        source._replace(shape=(len(run), *source.shape), stride=(gap // source.dtype.itemsize, *source.stride)),
+        target._replace(shape=(len(run), *target.shape), stride=(target_gap // target.dtype.itemsize, *target.stride)),
+    )
