@@ -124,7 +124,7 @@ def _joined(moves: Sequence[Move]) -> Iterator[Move]:
 def _run(left: Mapping[tuple[int, int], Move], start: Move, second: Move) -> list[Move]:
     """Return the evenly spaced run among the moves that are ``left`` which begins with these two."""
     gap, target_gap = _distance(start, second)
-    if gap < 0 or gap % start.source.dtype.itemsize or target_gap % start.target.dtype.itemsize:
+    if gap < 0 or target_gap <= 0 or gap % start.source.dtype.itemsize or target_gap % start.target.dtype.itemsize:
         return [start]
     run = [start]
     at = start.source.offset, start.target.offset

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import types
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,7 +19,7 @@ from torch import nn
 from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.dtypes import dtype_name
 from weightpush_server.reload.coverage import ByteRanges, covered_ranges
-from weightpush_server.reload.storage import storage_id
+from weightpush_server.reload.storage import byte_range, storage_id
 
 #: Attribute of a model under which its recorded layout lies; it holds tensors that no forward reads.
 LAYOUT_ATTRIBUTE: Final = "_weightpush_layout"
@@ -107,15 +106,21 @@ def reachable_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     searched. Bytes that several tensors share are yielded once, under their first path. Handles of native libraries
     hide what they packed; nothing shows it but the layer's own forward.
     """
-    covered: defaultdict[int, ByteRanges] = defaultdict(ByteRanges)
+    covered: dict[int, ByteRanges] = {}
     for path, tensor in tensor_objects(model):
         if tensor.is_meta or tensor.layout != torch.strided:
             yield path, tensor
             continue
         ranges = ByteRanges()
-        ranges.add(covered_ranges(tensor))
-        before = covered[storage_id(tensor)]
-        if not len(ranges) or before.first_missing(ranges) is not None:
+        if tensor.is_contiguous():
+            ranges.add_pair(*byte_range(tensor))
+        else:
+            ranges.add(covered_ranges(tensor))
+        before = covered.get(storage_id(tensor))
+        if before is None:
+            covered[storage_id(tensor)] = ranges
+            yield path, tensor
+        elif not len(ranges) or before.first_missing(ranges) is not None:
             before.add(ranges.merged())
             yield path, tensor
 

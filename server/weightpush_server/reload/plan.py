@@ -70,6 +70,8 @@ class Plan:
     #: The answer of :meth:`remembered`, with what it is about.
     _answer: list[tuple[Sequence[TensorSpec], object, str]] = field(default_factory=list, compare=False)
 
+    #: Answers of :meth:`copies_all`.
+    _copies_all: dict[int, tuple[ByteRanges, bool]] = field(default_factory=dict, compare=False)
     #: Batches of :meth:`batch`, by bucket, which are kept with them.
     _batches: dict[int, tuple[BucketSpec, Batch]] = field(default_factory=dict, compare=False)
 
@@ -91,6 +93,13 @@ class Plan:
         if isinstance(specs, tuple):
             self._answer[:] = [(specs, key, answer)]
         return answer
+
+    def copies_all(self, index: int, required: ByteRanges) -> bool:
+        """Whether programs write every byte of group ``index`` that is ``required``; worked out once."""
+        known = self._copies_all.get(index)
+        if known is None or known[0] is not required:
+            known = self._copies_all[index] = required, self.copied[index].first_missing(required) is None
+        return known[1]
 
     def lands_nowhere(self, name: str) -> bool:
         """Whether no byte of ``name`` is needed on this rank."""
