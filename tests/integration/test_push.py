@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from integration.conftest import PROMPTS, TOKEN, Checkpoints
-from support.raw import RawUpdate, read_tensors
+from support.raw import RawUpdate, error_of, read_tensors
 from support.server import ServerProcess
 from support.traffic import Traffic
 from weightpush_client import WeightPusher
@@ -263,3 +263,41 @@ def test_begin_finish_and_abort_may_be_repeated(
     assert update.abort().status_code == 409
     assert update.begin().json()["error"]["code"] == "stale_update"
     assert server.answer(PROMPTS[0]) == cold_b[PROMPTS[0]]
+
+
+def test_a_begin_may_name_a_manifest_that_the_server_took_before(
+    server: ServerProcess, checkpoints: Checkpoints, cold_a: dict[str, str]
+) -> None:
+    """Of an unknown one it says so, and nothing has changed; a known one gives the same plan and the same weights."""
+    first = RawUpdate(server, read_tensors(checkpoints.b), version="known-1", bucket_bytes=30_001)
+    named = {"manifest": None, "manifest_digest": first.manifest.digest()}
+    before = server.client().get("/reload/status").json()
+    refused = first.begin(**named)
+    assert (refused.status_code, error_of(refused)["code"]) == (409, "unknown_manifest")
+    assert error_of(refused)["details"] == {"manifest_digest": first.manifest.digest(), "worker_rank": 0}
+    after = server.client().get("/reload/status").json()
+    assert (after["state"], after["weight_version"], after["last_error"]) == (
+        before["state"],
+        before["weight_version"],
+        before["last_error"],
+    )
+    whole = first.begin()
+    assert whole.status_code == 200
+    first.stream_all()
+    assert first.finish().status_code == 200
+    second = RawUpdate(server, read_tensors(checkpoints.a), version="known-2", bucket_bytes=30_001)
+    assert second.manifest.digest() == first.manifest.digest()
+    again = second.begin(**named)
+    assert again.status_code == 200
+    assert again.json()["plan"] == whole.json()["plan"]
+    # Repeated, it is the same update.
+    assert second.begin(**named).json() == again.json()
+    status = server.client().get("/reload/status").json()["update"]
+    assert (status["tensors_total"], status["bytes_total"]) == (len(first.tensors), first.manifest.nbytes)
+    assert status["buckets_total"] == len(first.manifest.buckets)
+    second.stream_all()
+    assert second.finish().status_code == 200
+    assert {prompt: server.answer(prompt) for prompt in PROMPTS} == cold_a
+    # Neither, or both, is no begin.
+    for change in ({"manifest": None}, {"manifest_digest": named["manifest_digest"]}):
+        assert error_of(first.begin(update_id="none", **change))["code"] == "invalid_request"
