@@ -122,7 +122,7 @@ class RendezvousServer:
         names = [f"formed/{rank}" for rank in range(1, self.world_size)]
         while not store.check(names):
             if time.monotonic() >= deadline:
-                absent = [rank for rank, name in enumerate(names, 1) if not store.check([name])]
+                absent = self._absent(store, "formed")
                 raise failed(f"{ranks_text(absent)} joined, but did not form the group in time", missing_ranks=absent)
             if cancel.wait(_POLL_S / 4):
                 raise Cancelled("aborted")
@@ -151,8 +151,13 @@ class RendezvousServer:
             reason = f"{ranks_text(absent)} did not join: {reason}"
         raise failed(reason, missing_ranks=absent, host=self.host, port=self.port)
 
-    def _absent(self, store: KeyedStore) -> list[int]:
-        return [rank for rank in range(1, self.world_size) if not store.check([f"joined/{rank}"])]
+    def awaited(self) -> list[int]:
+        """Return the ranks that have not joined; where all have, those that have not formed the group."""
+        store = self._require()
+        return self._absent(store) or self._absent(store, "formed")
+
+    def _absent(self, store: KeyedStore, step: str = "joined") -> list[int]:
+        return [rank for rank in range(1, self.world_size) if not store.check([f"{step}/{rank}"])]
 
     def _require(self) -> KeyedStore:
         if self._store is None:
