@@ -112,6 +112,11 @@ class ReceiverProcess:
             raise value
         return value
 
+    def pause(self) -> None:
+        """Stop it as a hung device does; only `kill` ends it then."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
     def kill(self) -> None:
         """End it at once, as the out-of-memory killer does."""
         if self._process.pid is not None:

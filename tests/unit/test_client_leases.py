@@ -1,4 +1,4 @@
-"""Leases of several servers, the end of a pusher in mid-push, who is asked first, and for how long: real HTTP servers."""
+"""Leases of several servers, pushers closed in mid-push, who may take part, and for how long: real HTTP servers."""
 
 from __future__ import annotations
 

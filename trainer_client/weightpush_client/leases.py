@@ -24,6 +24,7 @@ _RENEWALS: Final = 4
 _SILENT_PARTS: Final = 2
 #: How often is looked whether the trainer waits, in parts of a lease.
 _LOOKS: Final = 16
+_SHORTEST_S: Final = 0.005
 #: Answers after which another call may still find the lease.
 _PASSING: Final = frozenset({ErrorCode.UNREACHABLE, ErrorCode.TOO_MANY_CALLS, ErrorCode.INTERNAL, ErrorCode.SLOW_BODY})
 
@@ -36,6 +37,8 @@ class Leases:
         self._lease_s = lease_s
         self._lock = threading.Lock()
         self._waiting = 0
+        #: Whether it has waited since `run` looked last: a push of many short waits is alive as well.
+        self._waited = False
         self._seen = time.monotonic()
         self._longest_silence_s = 0.0
         #: Belongs to the loop: the servers that hold the update, with its epoch there, and who is being asked.
@@ -59,6 +62,7 @@ class Leases:
         with self._lock:
             self._note()
             self._waiting += 1
+            self._waited = True
         try:
             yield
         finally:
@@ -71,11 +75,13 @@ class Leases:
         async with asyncio.TaskGroup() as calls:
             renewed = time.monotonic()
             while True:
-                await asyncio.sleep(self._lease_s / _LOOKS)
+                await asyncio.sleep(max(_SHORTEST_S, self._lease_s / _LOOKS))
                 with self._lock:
-                    if not self._waiting:
+                    if not (self._waiting or self._waited):
                         continue
-                    self._note()
+                    self._waited = False
+                    if self._waiting:
+                        self._note()
                 if time.monotonic() - renewed < self._lease_s / _RENEWALS:
                     continue
                 renewed = time.monotonic()
