@@ -381,13 +381,15 @@ class WorkerStatus(_Answer):
     """One vLLM rank of this server. ``rank`` counts over all engines, in the order of the data plane.
 
     ``self_check`` says what became of the trial reload at start: ``passed``, ``failed``, ``skipped`` or ``off``.
-    ``reload_refused``: the reason known at start for which this worker takes no update.
+    ``reload_refused``: the reason known at start for which this worker takes no update. ``host_id``: equal to the
+    trainer's own (``transports.shared_memory.host_id``) where the two can share memory.
     """
 
     rank: int
     pid: int
     device: str
     transports: list[str] = Field(default_factory=list)
+    host_id: str = ""
     weight_version: str
     tainted: bool = False
     self_check: str | None = None

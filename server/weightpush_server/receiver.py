@@ -19,8 +19,8 @@ from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_protocol.messages import BeginRequest, DigestKind, UpdateMode
-from weightpush_protocol.transports.base import Receiver
-from weightpush_protocol.transports.collective import CollectiveReceiver
+from weightpush_protocol.transports.base import BorrowingReceiver, Receiver
+from weightpush_protocol.transports.endpoints import make_receiver
 from weightpush_protocol.transports.http import digests_from_metadata, parse_header
 from weightpush_server.hostcopy import HostCopy
 from weightpush_server.progress import ProgressWriter
@@ -74,9 +74,9 @@ class UpdateReceiver:
         self._transport: Receiver | None = None
         if begin.transport.name != "http":
             plane_rank = begin.transport.rank_offset + rank
-            # Gloo moves host memory; landing then copies to the device.
+            # Gloo and shared buffers are host memory; landing then copies to the device.
             self._wire_device = device if begin.transport.name == "nccl" else torch.device("cpu")
-            self._transport = CollectiveReceiver(begin.transport, rank=plane_rank, device=self._wire_device)
+            self._transport = make_receiver(begin.transport, rank=plane_rank, device=self._wire_device)
         self._thread = threading.Thread(target=self._run, name=f"weightpush-receive-{epoch}", daemon=True)
 
     # Called from the worker's main thread
@@ -163,10 +163,13 @@ class UpdateReceiver:
             for spec, offset in entries:
                 self._copy.add(spec, buffer[offset : offset + spec.nbytes])
         if not self._staged:
-            self.session.land(self._until_stopped(buffer, entries))
+            shared = isinstance(self._transport, BorrowingReceiver)
+            self.session.land(self._until_stopped(buffer, entries), read_only=shared)
             if self._device.type == "cuda":
                 # Copies are queued; the buffer is reused and progress is told only when they are done.
                 torch.cuda.synchronize(self._device)
+        if isinstance(self._transport, BorrowingReceiver):
+            self._transport.give_back(job.bucket)
         self._landed.update(spec.name for spec, _ in entries)
         self._progress.advance(
             epoch=self.epoch,
@@ -187,11 +190,15 @@ class UpdateReceiver:
     def _receive(self, job: _Job) -> tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]:
         assert self._transport is not None  # A collective job is only made for a collective transport.
         manifest = self.begin.manifest
+        nbytes, timeout_s = manifest.buckets[job.bucket].nbytes, self.begin.deadlines.bucket_s
+        if isinstance(self._transport, BorrowingReceiver):
+            lent = self._transport.borrow(job.bucket, nbytes, timeout_s)
+            return lent, manifest.bucket_tensors(job.bucket), job.digests
         if self._buffer is None:
             largest = max(bucket.nbytes for bucket in manifest.buckets)
             self._buffer = torch.empty(largest, dtype=torch.uint8, device=self._wire_device)
-        buffer = self._buffer[: manifest.buckets[job.bucket].nbytes]
-        self._transport.receive(job.bucket, buffer, self.begin.deadlines.bucket_s)
+        buffer = self._buffer[:nbytes]
+        self._transport.receive(job.bucket, buffer, timeout_s)
         return buffer, manifest.bucket_tensors(job.bucket), job.digests
 
     def _read_spool(self, job: _Job) -> tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]:

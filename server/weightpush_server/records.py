@@ -424,6 +424,7 @@ class WorkerRecord(BaseModel):
     pid: int
     device: str
     transports: list[str] = Field(default_factory=list)
+    host_id: str = ""
     weight_version: str
     tainted: bool = False
     self_check: str | None = None

@@ -316,6 +316,11 @@ def _check_transport(begin: BeginRequest, state: WorkerState) -> None:
         raise WeightPushError(
             ErrorCode.INVALID_REQUEST, f"transport {begin.transport.name} needs the bucket plan in manifest.buckets"
         )
+    room = begin.transport.buffer_bytes
+    largest = max((bucket.nbytes for bucket in begin.manifest.buckets), default=0)
+    if begin.transport.name == "shm" and room is not None and largest > room:
+        message = f"the largest bucket has {largest} bytes, the trainer's shared buffers hold {room}"
+        raise WeightPushError(ErrorCode.INVALID_REQUEST, message, details={"bytes": largest, "buffer_bytes": room})
 
 
 def _admit(state: WorkerState, specs: Sequence[TensorSpec], *, partial: bool = False) -> str:

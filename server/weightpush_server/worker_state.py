@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import BeginRequest, CopyRole, CopyStatus
-from weightpush_protocol.transports.base import check_available
+from weightpush_protocol.transports.base import TransportName, check_available
+from weightpush_protocol.transports.shared_memory import host_id
 from weightpush_server.config import ServerConfig
 from weightpush_server.guard import TaintedGuard
 from weightpush_server.hostcopy import HostBudget, HostCopies, HostCopy
@@ -29,7 +30,7 @@ from weightpush_server.worker_update import WorkerUpdate
 def usable_transports(device: torch.device) -> list[str]:
     """List the transports that can run on this worker."""
     usable = []
-    for name in ("nccl", "gloo", "http"):
+    for name in get_args(TransportName):
         try:
             check_available(name, device)
         except WeightPushError:
@@ -60,6 +61,7 @@ class WorkerState:
             pid=os.getpid(),
             device=str(device),
             transports=usable_transports(device),
+            host_id=host_id(),
             weight_version=config.weight_version,
             tainted=config.await_weights,
         )

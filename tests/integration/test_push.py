@@ -31,7 +31,7 @@ def push(server: ServerProcess, checkpoints: Checkpoints) -> Callable[..., objec
     return push_one
 
 
-@pytest.mark.parametrize("transport", ["gloo", "http", "auto"])
+@pytest.mark.parametrize("transport", ["gloo", "http", "shm"])
 @pytest.mark.case("C1", "C32", "C83")
 def test_a_round_trip_gives_the_cold_answers(
     server: ServerProcess,

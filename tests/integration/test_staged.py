@@ -41,7 +41,7 @@ def untouched(server: ServerProcess, before: dict[str, object], cold: dict[str, 
     assert {prompt: server.answer(prompt) for prompt in PROMPTS} == cold
 
 
-@pytest.mark.parametrize("transport", ["gloo", "http"])
+@pytest.mark.parametrize("transport", ["gloo", "http", "shm"])
 @pytest.mark.case("C11", "C37", "C60", "C96")
 def test_under_traffic_only_the_pause_refuses(
     server: ServerProcess,

@@ -50,7 +50,7 @@ def test_two_api_processes_share_one_gate(checkpoints: Checkpoints, cold_b: dict
 
 
 def round_trips(server: ServerProcess, checkpoints: Checkpoints, workers: int, engines: int = 1) -> None:
-    """Push B and A over both transports; answers and fingerprints of one checkpoint never change, on no engine."""
+    """Push B and A over every transport; answers and fingerprints of one checkpoint never change, on no engine."""
     cold_a = {prompt: server.answer(prompt) for prompt in PROMPTS}
     answers: dict[str, dict[str, str]] = {"A": cold_a}
     fingerprints: dict[str, str] = {}
@@ -59,6 +59,8 @@ def round_trips(server: ServerProcess, checkpoints: Checkpoints, workers: int, e
         ("A", "http", "staged"),
         ("B", "http", "direct"),
         ("A", "gloo", "staged"),
+        ("B", "shm", "direct"),
+        ("A", "shm", "staged"),
     ):
         push(server, checkpoints.a if label == "A" else checkpoints.b, label, transport, mode)
         for engine in range(engines):

@@ -60,9 +60,10 @@ Hook = Callable[[], Awaitable[Response | None]]
 
 
 def _receive_forever(pipe: Connection) -> None:
-    from weightpush_protocol.transports.collective import CollectiveReceiver
+    from weightpush_protocol.transports.base import Receiver
+    from weightpush_protocol.transports.endpoints import make_receiver
 
-    receiver: CollectiveReceiver | None = None
+    receiver: Receiver | None = None
     while True:
         try:
             command, *arguments = pipe.recv()
@@ -72,7 +73,7 @@ def _receive_forever(pipe: Connection) -> None:
             answer: Any = None
             if command == "open":
                 config, rank, timeout_s = arguments
-                receiver = CollectiveReceiver(TransportConfig.model_validate(config), rank=rank, device="cpu")
+                receiver = make_receiver(TransportConfig.model_validate(config), rank=rank)
                 receiver.open(timeout_s)
             elif command == "close" and receiver is not None:
                 receiver.close()
@@ -146,12 +147,15 @@ class ContractServer:
         *,
         optional: Sequence[TensorSpec] = (),
         workers: Sequence[ReceiverProcess] = (),
+        transports: Sequence[str] = ("gloo", "http"),
+        host_id: str = "",
         token: str | None = TOKEN,
         keep_alive_s: int = 5,
         tls: dict[str, Any] | None = None,
     ) -> None:
         self.manifest = ManifestAnswer(tensors=list(expected), optional=list(optional))
         self.workers = list(workers)
+        self._described: dict[str, Any] = {"transports": list(transports), "host_id": host_id}
         self.hooks: dict[str, Hook] = {}
         self.calls: list[str] = []
         self.authorizations: set[str | None] = set()
@@ -248,7 +252,7 @@ class ContractServer:
             last_error=self._last_error,
             last_update=self._last_update,
             workers=[
-                WorkerStatus(rank=rank, pid=1, device="cpu", transports=["gloo", "http"], weight_version=self._version)
+                WorkerStatus(rank=rank, pid=1, device="cpu", weight_version=self._version, **self._described)
                 for rank in range(len(self.workers))
             ],
         )

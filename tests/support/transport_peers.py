@@ -6,6 +6,7 @@ can be killed or stopped.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -21,8 +22,17 @@ from typing import Any
 import torch
 
 from weightpush_protocol.digest import tensor_digest
-from weightpush_protocol.transports.base import TransportConfig
-from weightpush_protocol.transports.collective import CollectiveReceiver, CollectiveSender
+from weightpush_protocol.transports.base import BorrowingReceiver, TransportConfig
+from weightpush_protocol.transports.collective import CollectiveSender
+from weightpush_protocol.transports.endpoints import make_receiver
+from weightpush_protocol.transports.shared_memory import SharedBuffers, host_id
+from weightpush_protocol.transports.shm_sender import ShmSender
+
+#: A sender of any transport of raw buckets.
+AnySender = CollectiveSender | ShmSender
+#: Of a sender that shares memory: how many, and how large.
+SHARED_BUFFERS = 2
+SHARED_BYTES = 18 * 2**20
 
 # Forked from a process that has torch imported but started no thread: a new peer takes milliseconds, not seconds.
 _context = multiprocessing.get_context("forkserver")
@@ -45,6 +55,13 @@ def usage() -> dict[str, int]:
     return {"threads": len(os.listdir("/proc/self/task")), "descriptors": len(os.listdir("/proc/self/fd")) - 1}
 
 
+def make_sender(kind: str, world_size: int, *, host: str = "127.0.0.1", nbytes: int = SHARED_BYTES) -> AnySender:
+    """Return a sender of transport ``kind``; its shared buffers, if it has any, hold ``nbytes`` bytes each."""
+    if kind == "shm":
+        return ShmSender(SharedBuffers(SHARED_BUFFERS, nbytes), world_size=world_size)
+    return CollectiveSender("gloo", host=host, world_size=world_size)
+
+
 class _Calls:
     """What a peer can be asked to do. ``name`` tells its endpoints apart."""
 
@@ -60,6 +77,7 @@ class _Calls:
             self.close(name)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        gc.collect()  # The errors that were raised hold the endpoints, and those their memory.
 
     def usage(self) -> dict[str, int]:
         return usage()
@@ -69,12 +87,12 @@ class _Calls:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         return str(torch.distributed.get_backend())
 
-    def sender(self, name: str, host: str, world_size: int) -> TransportConfig:
-        self.ends[name] = CollectiveSender("gloo", host=host, world_size=world_size)
+    def sender(self, name: str, kind: str, world_size: int) -> TransportConfig:
+        self.ends[name] = make_sender(kind, world_size)
         return self.ends[name].config
 
     def receiver(self, name: str, config: TransportConfig, rank: int) -> None:
-        self.ends[name] = CollectiveReceiver(config, rank=rank)
+        self.ends[name] = make_receiver(config, rank=rank)
 
     def open(self, name: str, timeout_s: float) -> None:
         self.ends[name].open(timeout_s)
@@ -83,6 +101,26 @@ class _Calls:
         buffer = torch.full((nbytes,), 0xEE, dtype=torch.uint8)
         self.ends[name].receive(number, buffer, timeout_s)
         return tensor_digest(buffer)
+
+    def host_id(self) -> str:
+        return host_id()
+
+    def inode(self, name: str) -> int:
+        """Return the number of the memory that a sender shares."""
+        return os.fstat(self.ends[name]._memory.descriptor).st_ino
+
+    def borrow(self, name: str, number: int, nbytes: int, timeout_s: float) -> str:
+        """Look at a bucket where it lies, and keep it until it is given back."""
+        end = self.ends[name]
+        assert isinstance(end, BorrowingReceiver)
+        return tensor_digest(end.borrow(number, nbytes, timeout_s))
+
+    def give_back(self, name: str, number: int) -> None:
+        self.ends[name].give_back(number)
+
+    def lend_and_send(self, name: str, number: int, nbytes: int, timeout_s: float) -> None:
+        buffer = self.ends[name].lend(nbytes, timeout_s)
+        self.ends[name].send(number, buffer.copy_(pattern(number, nbytes)), timeout_s)
 
     def send(self, name: str, number: int, nbytes: int, timeout_s: float) -> None:
         self.ends[name].send(number, pattern(number, nbytes), timeout_s)

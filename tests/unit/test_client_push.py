@@ -140,7 +140,7 @@ def push_fails(*servers: ContractServer, weights: Any = None, within: float = 5.
 
 
 @pytest.mark.case("C27", "C33", "C64", "C73")
-@pytest.mark.parametrize("transport", ["http", "gloo"])
+@pytest.mark.parametrize("transport", ["http", "gloo", "shm"])
 @pytest.mark.parametrize("bucket_bytes", [1, BUCKET_BYTES, 2**20])
 def test_bytes_arrive(
     transport: str, bucket_bytes: int, make_server: MakeServer, workers: list[ReceiverProcess]
@@ -208,7 +208,7 @@ def test_a_rollback_whose_answer_is_lost_is_not_repeated_as_another(make_server:
     assert [request.update_id for request in server.rollbacks] == [server.rollbacks[0].update_id] * 2
 
 
-@pytest.mark.parametrize("transport", ["http", "gloo"])
+@pytest.mark.parametrize("transport", ["http", "gloo", "shm"])
 def test_two_servers_take_one_update(transport: str, make_server: MakeServer, workers: list[ReceiverProcess]) -> None:
     servers = make_server(workers=workers[:1]), make_server(workers=workers[1:])
     with pusher_for(*servers, transport=transport) as pusher:
@@ -217,7 +217,7 @@ def test_two_servers_take_one_update(transport: str, make_server: MakeServer, wo
         assert_arrived(server)
         assert [begin.update_id for begin in server.begins] == [report.update_id for report in reports]
     assert [server.url for server in reports[0].servers] == [server.url for server in servers]
-    if transport == "gloo":
+    if transport != "http":
         assert [server.begins[0].transport.rank_offset for server in servers] == [1, 2]
         assert servers[0].begins[0].transport.world_size == 3
 
@@ -588,7 +588,8 @@ def test_what_went_wrong_with_a_bucket_comes_with_the_next_announcement(
 
 
 @pytest.mark.case("C14")
-def test_a_worker_that_is_killed_is_reported_by_the_server(make_server: MakeServer) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_a_worker_that_is_killed_is_reported_by_the_server(transport: str, make_server: MakeServer) -> None:
     worker = ReceiverProcess()
     server = make_server(workers=[worker])
 
@@ -596,7 +597,7 @@ def test_a_worker_that_is_killed_is_reported_by_the_server(make_server: MakeServ
         if progress.bucket == 2:
             worker.kill()
 
-    error = push_fails(server, transport="gloo", progress=kill, within=20)
+    error = push_fails(server, transport=transport, progress=kill, within=20)
     assert error.code is ErrorCode.WORKER_LOST
     assert (error.message, error.server) == ("a worker of the tests died", server.url)
     assert list(server.ended.values()) == ["worker_lost"]
@@ -618,7 +619,7 @@ def test_a_worker_that_does_not_join_ends_the_rendezvous(
     assert error.server == server.url
 
 
-@pytest.mark.parametrize("transport", ["http", "gloo"])
+@pytest.mark.parametrize("transport", ["http", "gloo", "shm"])
 def test_a_digest_that_does_not_fit_fails_the_push(
     transport: str, make_server: MakeServer, workers: list[ReceiverProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -630,7 +631,7 @@ def test_a_digest_that_does_not_fit_fails_the_push(
     assert error.state is ServerState.FAILED
 
 
-@pytest.mark.parametrize("transport", ["http", "gloo"])
+@pytest.mark.parametrize("transport", ["http", "gloo", "shm"])
 @pytest.mark.parametrize("failure", [RuntimeError("the callback broke"), KeyboardInterrupt()])
 @pytest.mark.parametrize("phase", [PushPhase.BEGIN, PushPhase.STREAM, PushPhase.FINISH])
 def test_what_the_callback_raises_aborts_the_update(
@@ -760,7 +761,7 @@ def test_one_push_at_a_time(make_server: MakeServer) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"transport": "carrier pigeon"}, "transport 'carrier pigeon' is none of auto, nccl, gloo, http"),
+        ({"transport": "carrier pigeon"}, "transport 'carrier pigeon' is none of auto, shm, gloo, nccl, http"),
         ({"mode": "sideways"}, "'sideways' is not a valid UpdateMode"),
         ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
         ({"verify": "/no/such/file"}, "there is no CA file /no/such/file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import select
 import signal
 import socket
 import threading
@@ -14,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from support.transport_peers import Peer, pattern, peers, usage
+from support.transport_peers import SHARED_BUFFERS, AnySender, Peer, make_sender, pattern, peers, usage
 from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.transports.base import Receiver, Sender, TransportConfig
-from weightpush_protocol.transports.collective import CollectiveReceiver, CollectiveSender
+from weightpush_protocol.transports.collective import CollectiveReceiver
+from weightpush_protocol.transports.endpoints import make_receiver
+from weightpush_protocol.transports.shm_sender import ShmSender
 
 OPEN_S = 20.0
 #: What "soon" may take on a busy machine, in seconds.
@@ -27,10 +30,16 @@ SOON_S = 2.5
 BIG = 17 * 2**20
 
 
+@pytest.fixture(params=["gloo", "shm"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each transport in turn."""
+    return str(request.param)
+
+
 @contextmanager
-def opened(host: str, workers: list[Peer]) -> Iterator[CollectiveSender]:
+def opened(kind: str, workers: list[Peer], host: str = "127.0.0.1") -> Iterator[AnySender]:
     """Open a sender here and a receiver named ``r`` in each worker."""
-    sender = CollectiveSender("gloo", host=host, world_size=len(workers) + 1)
+    sender = make_sender(kind, len(workers) + 1, host=host)
     try:
         tickets = []
         for rank, worker in enumerate(workers, 1):
@@ -47,7 +56,7 @@ def opened(host: str, workers: list[Peer]) -> Iterator[CollectiveSender]:
 class Call:
     """A call in a thread, with what it raised and how long it took."""
 
-    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, function: Callable[..., object], *arguments: Any) -> None:
         self.error: BaseException | None = None
         self.seconds = 0.0
 
@@ -75,13 +84,40 @@ class Call:
         return self.error
 
 
+def until(condition: Callable[[], object]) -> None:
+    """Wait until ``condition`` holds."""
+    deadline = time.monotonic() + OPEN_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def knocked(sender: AnySender, rank: int) -> bool:
+    """Whether a worker has reached a sender that is not open yet."""
+    if isinstance(sender, ShmSender):
+        return bool(select.select([sender._listener], [], [], 0)[0])
+    return bool(sender._rendezvous._require().check([f"joined/{rank}"]))
+
+
+def unsent(kind: str, sender: AnySender) -> int:
+    """Send until the next bucket has to wait for a receiver; return its number."""
+    if kind == "gloo":
+        return 0
+    for number in range(SHARED_BUFFERS):
+        sender.send(number, pattern(number, BIG), 5.0)
+    return SHARED_BUFFERS
+
+
 @pytest.mark.parametrize(
-    ("host", "world_size"),
-    [("127.0.0.1", 2), ("127.0.0.1", 3), ("::1", 2), ("[::1]", 3), ("localhost", 2)],
+    ("kind", "host", "world_size"),
+    [
+        *[("gloo", "127.0.0.1", 2), ("gloo", "127.0.0.1", 3), ("gloo", "::1", 2), ("gloo", "[::1]", 3)],
+        *[("gloo", "localhost", 2), ("shm", "", 2), ("shm", "", 3)],
+    ],
 )
-def test_buckets_arrive_as_they_were_sent(host: str, world_size: int) -> None:
+def test_buckets_arrive_as_they_were_sent(kind: str, host: str, world_size: int) -> None:
     sizes = [1000, 0, 17 * 2**20 + 3, 1, 8, 65536]
-    with peers(world_size - 1) as workers, opened(host, workers) as sender:
+    with peers(world_size - 1) as workers, opened(kind, workers, host) as sender:
         for number, nbytes in enumerate(sizes):
             tickets = [worker.start("receive", "r", number, nbytes, 20.0) for worker in workers]
             bucket = pattern(number, nbytes)
@@ -96,24 +132,24 @@ def test_buckets_arrive_as_they_were_sent(host: str, world_size: int) -> None:
 @pytest.mark.case("C71")
 def test_the_host_name_of_this_machine_need_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    with peers(1) as workers, opened("127.0.0.1", workers) as sender:
+    with peers(1) as workers, opened("gloo", workers) as sender:
         ticket = workers[0].start("receive", "r", 0, 9, 10.0)
         sender.send(0, pattern(0, 9), 10.0)
         assert workers[0].result(ticket) == tensor_digest(pattern(0, 9))
 
 
-def test_the_protocols_are_fulfilled() -> None:
-    sender = CollectiveSender("gloo", host="127.0.0.1", world_size=2)
+def test_the_protocols_are_fulfilled(kind: str) -> None:
+    sender = make_sender(kind, 2)
     assert isinstance(sender, Sender)
-    assert isinstance(CollectiveReceiver(sender.config, rank=1), Receiver)
+    assert isinstance(make_receiver(sender.config, rank=1), Receiver)
     sender.close()
     sender.close()
 
 
-def test_several_groups_beside_a_default_group_of_the_process() -> None:
+def test_several_groups_beside_a_default_group_of_the_process(kind: str) -> None:
     with peers(1) as (worker,):
         assert worker.call("default_group") == "gloo"
-        senders = [CollectiveSender("gloo", host="127.0.0.1", world_size=2) for _ in range(3)]
+        senders = [make_sender(kind, 2) for _ in range(3)]
         for name, sender in zip("abc", senders, strict=True):
             worker.call("receiver", name, sender.config, 1)
             ticket = worker.start("open", name, OPEN_S)
@@ -128,15 +164,14 @@ def test_several_groups_beside_a_default_group_of_the_process() -> None:
             sender.close()
 
 
-def test_a_missing_worker_is_named() -> None:
+def test_a_missing_worker_is_named(kind: str) -> None:
     with peers(1) as (worker,):
-        sender = CollectiveSender("gloo", host="127.0.0.1", world_size=4)
+        sender = make_sender(kind, 4)
         worker.call("receiver", "r", sender.config, 2)
         ticket = worker.start("open", "r", OPEN_S)
-        while not sender._rendezvous._require().check(["joined/2"]):
-            time.sleep(0.01)
+        until(lambda: knocked(sender, 2))
         error = Call(sender.open, 0.3).failure(ErrorCode.RENDEZVOUS_FAILED, SOON_S)
-        assert "worker ranks 1, 3 did not join within 0.3 s at 127.0.0.1:" in error.message
+        assert "worker ranks 1, 3 did not join within 0.3 s" in error.message
         assert error.details["missing_ranks"] == [1, 3]
         # The one that did join learns the same at once, long before its own time is over.
         with pytest.raises(WeightPushError, match="worker ranks 1, 3 did not join") as caught:
@@ -145,21 +180,24 @@ def test_a_missing_worker_is_named() -> None:
         sender.close()
 
 
-def test_a_rank_that_joins_twice_is_refused() -> None:
+def test_a_rank_that_joins_twice_is_refused(kind: str) -> None:
     with peers(2) as (first, second):
-        sender = CollectiveSender("gloo", host="127.0.0.1", world_size=3)
+        sender = make_sender(kind, 3)
         first.call("receiver", "r", sender.config, 1)
         first.start("open", "r", OPEN_S)
-        while not sender._rendezvous._require().check(["joined/1"]):
-            time.sleep(0.01)
+        until(lambda: knocked(sender, 1))
+        opening = Call(sender.open, OPEN_S)
+        if isinstance(sender, ShmSender):
+            until(lambda: 1 in sender._members)
         second.call("receiver", "r", sender.config, 1)
         with pytest.raises(WeightPushError, match="worker rank 1 joined twice"):
             second.call("open", "r", OPEN_S)
         sender.close()
+        opening.failure(ErrorCode.RENDEZVOUS_FAILED, SOON_S)
 
 
-def test_abort_while_opening() -> None:
-    sender = CollectiveSender("gloo", host="127.0.0.1", world_size=2)
+def test_abort_while_opening(kind: str) -> None:
+    sender = make_sender(kind, 2)
     opening = Call(sender.open, 60.0)
     time.sleep(0.2)
     assert opening.running
@@ -170,9 +208,9 @@ def test_abort_while_opening() -> None:
     sender.close()
 
 
-def test_abort_of_a_receiver_while_opening_reaches_the_sender_too() -> None:
+def test_abort_of_a_receiver_while_opening_reaches_the_sender_too(kind: str) -> None:
     with peers(1) as (worker,):
-        sender = CollectiveSender("gloo", host="127.0.0.1", world_size=3)
+        sender = make_sender(kind, 3)
         worker.call("receiver", "r", sender.config, 1)
         ticket = worker.start("open", "r", 60.0)
         opening = Call(sender.open, 60.0)
@@ -186,8 +224,8 @@ def test_abort_of_a_receiver_while_opening_reaches_the_sender_too() -> None:
         sender.close()
 
 
-def test_abort_while_receiving() -> None:
-    with peers(1) as (worker,), opened("127.0.0.1", [worker]) as sender:
+def test_abort_while_receiving(kind: str) -> None:
+    with peers(1) as (worker,), opened(kind, [worker]) as sender:
         ticket = worker.start("receive", "r", 0, BIG, 60.0)
         time.sleep(0.2)
         worker.call("abort", "r")
@@ -198,9 +236,10 @@ def test_abort_while_receiving() -> None:
         Call(sender.send, 0, pattern(0, BIG), 60.0).failure(ErrorCode.TRANSPORT_FAILED, SOON_S)
 
 
-def test_abort_while_sending() -> None:
-    with peers(1) as (worker,), opened("127.0.0.1", [worker]) as sender:
-        sending = Call(sender.send, 0, pattern(0, BIG), 60.0)
+def test_abort_while_sending(kind: str) -> None:
+    with peers(1) as (worker,), opened(kind, [worker]) as sender:
+        number = unsent(kind, sender)
+        sending = Call(sender.send, number, pattern(number, BIG), 60.0)
         time.sleep(0.3)
         assert sending.running
         start = time.monotonic()
@@ -212,24 +251,26 @@ def test_abort_while_sending() -> None:
             sender.send(1, pattern(1, 1), 1.0)
 
 
-def test_close_ends_a_pending_send() -> None:
-    with peers(1) as (worker,), opened("127.0.0.1", [worker]) as sender:
-        sending = Call(sender.send, 0, pattern(0, BIG), 60.0)
+def test_close_ends_a_pending_send(kind: str) -> None:
+    with peers(1) as (worker,), opened(kind, [worker]) as sender:
+        number = unsent(kind, sender)
+        sending = Call(sender.send, number, pattern(number, BIG), 60.0)
         time.sleep(0.3)
         assert sending.running
         sender.close()
         sending.failure(ErrorCode.TRANSPORT_FAILED, SOON_S)
 
 
-def test_a_killed_worker_ends_the_send() -> None:
-    with peers(2) as workers, opened("127.0.0.1", workers) as sender:
+def test_a_killed_worker_ends_the_send(kind: str) -> None:
+    with peers(2) as workers, opened(kind, workers) as sender:
         other = workers[0].start("receive", "r", 0, BIG, 60.0)
-        sending = Call(sender.send, 0, pattern(0, BIG), 60.0)
+        number = unsent(kind, sender)
+        sending = Call(sender.send, number, pattern(number, BIG), 60.0)
         time.sleep(0.3)
         assert sending.running
         workers[1].signal(signal.SIGKILL)
         error = sending.failure(ErrorCode.TRANSPORT_FAILED, SOON_S)
-        assert "bucket 0 (17825792 bytes) was not sent" in error.message
+        assert f"bucket {number} (17825792 bytes) was not sent" in error.message
         assert "(worker rank 2)" in error.message
         assert error.details["exception"]
         # Rank 1 had its copy already, or fails as soon: it ends in any case.
@@ -237,9 +278,9 @@ def test_a_killed_worker_ends_the_send() -> None:
             assert workers[0].result(other, SOON_S) == tensor_digest(pattern(0, BIG))
 
 
-def test_a_killed_trainer_ends_the_receive() -> None:
+def test_a_killed_trainer_ends_the_receive(kind: str) -> None:
     with peers(2) as (trainer, worker):
-        config = trainer.call("sender", "s", "127.0.0.1", 2)
+        config = trainer.call("sender", "s", kind, 2)
         opening = trainer.start("open", "s", OPEN_S)
         worker.call("receiver", "r", config, 1)
         worker.call("open", "r", OPEN_S)
@@ -252,24 +293,25 @@ def test_a_killed_trainer_ends_the_receive() -> None:
         assert caught.value.code is ErrorCode.TRANSPORT_FAILED
         # The worker is well: it can serve the next update.
         worker.call("close", "r")
-        with opened("127.0.0.1", [worker]) as sender:
+        with opened(kind, [worker]) as sender:
             ticket = worker.start("receive", "r", 0, 5, 10.0)
             sender.send(0, pattern(0, 5), 10.0)
             assert worker.result(ticket) == tensor_digest(pattern(0, 5))
 
 
-def test_a_stopped_worker_costs_the_timeout_and_no_more() -> None:
-    with peers(1) as (worker,), opened("127.0.0.1", [worker]) as sender:
+def test_a_stopped_worker_costs_the_timeout_and_no_more(kind: str) -> None:
+    with peers(1) as (worker,), opened(kind, [worker]) as sender:
         worker.signal(signal.SIGSTOP)
-        sending = Call(sender.send, 0, pattern(0, BIG), 1.0)
+        number = unsent(kind, sender)
+        sending = Call(sender.send, number, pattern(number, BIG), 1.0)
         error = sending.failure(ErrorCode.TRANSPORT_FAILED, 1.0 + SOON_S)
         assert sending.seconds >= 0.9
         assert "not all workers took it within 1 s" in error.message
 
 
-def test_a_stopped_trainer_costs_the_timeout_and_no_more() -> None:
+def test_a_stopped_trainer_costs_the_timeout_and_no_more(kind: str) -> None:
     with peers(2) as (trainer, worker):
-        config = trainer.call("sender", "s", "127.0.0.1", 2)
+        config = trainer.call("sender", "s", kind, 2)
         opening = trainer.start("open", "s", OPEN_S)
         worker.call("receiver", "r", config, 1)
         worker.call("open", "r", OPEN_S)
@@ -282,12 +324,12 @@ def test_a_stopped_trainer_costs_the_timeout_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("joined", [False, True], ids=["before joining", "after joining"])
-def test_a_trainer_that_stops_during_the_rendezvous(joined: bool) -> None:
+def test_a_trainer_that_stops_during_the_rendezvous(kind: str, joined: bool) -> None:
     with peers(1) as (trainer,):
-        config = trainer.call("sender", "s", "127.0.0.1", 2)
-        receiver = CollectiveReceiver(config, rank=1)
+        config = trainer.call("sender", "s", kind, 2)
         gc.collect()  # Earlier tests' endpoints lie in reference cycles with the errors that they raised.
         before = usage()
+        receiver = make_receiver(config, rank=1)
         if not joined:
             trainer.signal(signal.SIGSTOP)
         opening = Call(receiver.open, 1.0)
@@ -304,9 +346,9 @@ def test_a_trainer_that_stops_during_the_rendezvous(joined: bool) -> None:
         assert usage() == before
 
 
-def test_a_wrong_key_never_joins() -> None:
+def test_a_wrong_key_never_joins(kind: str) -> None:
     with peers(1) as (worker,):
-        sender = CollectiveSender("gloo", host="127.0.0.1", world_size=2)
+        sender = make_sender(kind, 2)
         config = sender.config.model_copy(update={"key": "0" * 32})
         worker.call("receiver", "stray", config, 1)
         opening = Call(sender.open, OPEN_S)
@@ -353,21 +395,21 @@ def test_a_host_name_that_does_not_exist() -> None:
     assert "cannot reach data port trainer.invalid:9: the name does not resolve" in error.message
 
 
-def test_ends_that_mean_different_buckets_find_out() -> None:
-    with peers(1) as (worker,), opened("127.0.0.1", [worker]) as sender:
+def test_ends_that_mean_different_buckets_find_out(kind: str) -> None:
+    with peers(1) as (worker,), opened(kind, [worker]) as sender:
         ticket = worker.start("receive", "r", 4, 10, 20.0)
-        sending = Call(sender.send, 5, pattern(0, BIG), 20.0)
+        sending = Call(lambda: [sender.send(number, pattern(0, BIG), 20.0) for number in (5, 6, 7)])
         with pytest.raises(WeightPushError, match="the trainer sent bucket 5 of 17825792 bytes instead"):
             worker.result(ticket, SOON_S)
         sending.failure(ErrorCode.TRANSPORT_FAILED, SOON_S)
         assert worker.call("ping") == "pong"
 
 
-def test_nothing_is_left_after_twenty_opens() -> None:
+def test_nothing_is_left_after_twenty_opens(kind: str) -> None:
     with peers(1) as (worker,):
 
         def push() -> None:
-            with opened("127.0.0.1", [worker]) as sender:
+            with opened(kind, [worker]) as sender:
                 ticket = worker.start("receive", "r", 0, 1000, 20.0)
                 sender.send(0, pattern(0, 1000), 20.0)
                 worker.result(ticket)
@@ -390,10 +432,10 @@ def test_nothing_is_left_after_twenty_opens() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_was_sent_arrives_even_if_the_sender_closes_at_once(world_size: int) -> None:
+def test_what_was_sent_arrives_even_if_the_sender_closes_at_once(kind: str, world_size: int) -> None:
     with peers(world_size - 1) as workers:
         for nbytes in (5, BIG, 100_000):
-            with opened("127.0.0.1", workers) as sender:
+            with opened(kind, workers) as sender:
                 tickets = [worker.start("receive", "r", 0, nbytes, 20.0) for worker in workers]
                 sender.send(0, pattern(0, nbytes), 20.0)
             for worker, ticket in zip(workers, tickets, strict=True):
@@ -401,8 +443,8 @@ def test_what_was_sent_arrives_even_if_the_sender_closes_at_once(world_size: int
                 worker.call("close", "r")
 
 
-def test_wrong_calls_are_told() -> None:
-    with peers(1) as (worker,), opened("127.0.0.1", [worker]) as sender:
+def test_wrong_calls_are_told(kind: str) -> None:
+    with peers(1) as (worker,), opened(kind, [worker]) as sender:
         for bad in (
             torch.zeros(4),
             torch.zeros(2, 2, dtype=torch.uint8),
@@ -415,7 +457,7 @@ def test_wrong_calls_are_told() -> None:
             sender.open(1.0)
     with pytest.raises(WeightPushError, match="closed"):
         sender.send(0, pattern(0, 1), 1.0)
-    fresh = CollectiveSender("gloo", host="127.0.0.1", world_size=2)
+    fresh = make_sender(kind, 2)
     with pytest.raises(RuntimeError, match="not open"):
         fresh.send(0, pattern(0, 1), 1.0)
     fresh.close()

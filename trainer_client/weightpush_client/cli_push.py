@@ -37,7 +37,7 @@ def push(
     version: Annotated[
         str, typer.Option("--version", "-v", metavar="VERSION", help="Weight version to publish, e.g. step-100.")
     ],
-    transport: Annotated[str, typer.Option(help="auto, nccl, gloo or http.")] = "auto",
+    transport: Annotated[str, typer.Option(help="auto, nccl, shm (server on this host), gloo or http.")] = "auto",
     from_disk: Annotated[
         bool, typer.Option("--from-disk", help="The servers read DIR themselves, from below their --reload-root.")
     ] = False,

@@ -16,12 +16,13 @@ import torch
 from weightpush_client.fleet import Fleet
 from weightpush_client.http import SLACK_S, ServerApi
 from weightpush_client.loop import CallScope
+from weightpush_client.policy import LOST_SERVERS
 from weightpush_client.report import PushError
 from weightpush_client.transport import Link
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest
 from weightpush_protocol.messages import Status, StreamRequest
-from weightpush_protocol.transports.base import Sender
+from weightpush_protocol.transports.base import LendingSender, Sender
 from weightpush_protocol.transports.http import digests_to_metadata, encode_header
 
 # How long a server may take to notice what its trainer has noticed already, and how often it is asked.
@@ -60,6 +61,16 @@ class Delivery:
         self._manifest = manifest
         self._interrupt = interrupt
 
+    def lender(self, device: torch.device) -> Callable[[int], torch.Tensor] | None:
+        """Return what lends buffers on ``device`` that need no copy; None where no link has any.
+
+        What it returns raises as `__call__` does.
+        """
+        for link, fleet, update in self._ways:
+            if isinstance(link.sender, LendingSender) and device.type == "cpu":
+                return partial(_lend, link, link.sender, fleet, update)
+        return None
+
     def __call__(self, number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
         """Return when bucket ``number`` was delivered to all.
 
@@ -96,6 +107,24 @@ class Delivery:
                 raise failure
 
 
+def _lend(link: Link, sender: LendingSender, fleet: Fleet, update: OpenUpdate, nbytes: int) -> torch.Tensor:
+    try:
+        return sender.lend(nbytes, update.bucket_s)
+    except WeightPushError as error:
+        link.note_lost(error)
+        raise _with_reason(error, fleet, update) from error
+
+
+def _with_reason(error: WeightPushError, fleet: Fleet, update: OpenUpdate) -> WeightPushError:
+    """Return what a server says about a transport that failed with ``error``; else ``error``."""
+    reason = servers_reason(fleet, update.update_id, update.scope)
+    if reason is None:
+        return error
+    # The trainer's end knows whose connection broke first.
+    reason.details.update({key: error.details[key] for key in ("peer_rank", LOST_SERVERS) if key in error.details})
+    return reason
+
+
 def _first_failure(done: Iterable[Future[None]]) -> BaseException | None:
     errors = [error for future in done if (error := future.exception()) is not None]
     # What was cancelled only says that something else failed.
@@ -128,11 +157,7 @@ def deliver_by_broadcast(
     try:
         sender.send(number, buffer, update.bucket_s)
     except WeightPushError as error:
-        if reason := servers_reason(fleet, update.update_id, update.scope):
-            # The trainer's end knows whose connection broke first.
-            reason.details.update({key: error.details[key] for key in ("peer_rank",) if key in error.details})
-            raise reason from error
-        raise
+        raise _with_reason(error, fleet, update) from error
 
 
 def deliver_by_body(

@@ -69,8 +69,9 @@ class WeightPusher:
         token: control token of the servers; from ``token_file`` or the environment's ``WEIGHTPUSH_CONTROL_TOKEN`` where
             it is None.
         token_file: file whose first line is the token; read again when a server refuses the token.
-        transport: ``nccl``, ``gloo``, ``http``, or ``auto``: for each server nccl where the weights lie on a GPU and
-            all its workers have it, else gloo where they have it, else http. All get the same buckets at once.
+        transport: ``nccl``, ``shm``, ``gloo``, ``http``, or ``auto``: for each server nccl where the weights lie on a
+            GPU and all its workers have it, else shm where they are on this host, else gloo where they have it, else
+            http. All get the same buckets at once.
         mode: ``direct`` writes into the live model; ``staged`` collects the bytes in the servers' memory while the old
             weights serve, and pauses for the rest only. It takes a copy of the weights on each server.
         in_flight: what becomes of running requests: ``wait``, ``abort`` or ``keep``.

@@ -32,7 +32,7 @@ from weightpush_client.report import (
 )
 from weightpush_client.sources import WeightSource
 from weightpush_client.stream import Buffers
-from weightpush_client.transport import choose_transport, make_links
+from weightpush_client.transport import Transports
 from weightpush_client.update import Update
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest, build_manifest
@@ -119,14 +119,20 @@ class Push:
             assert self._wish.last is not None
             return self._nothing_to_do(), self._wish.last
         outgoing, manifest = self._plan(source)
+        transports = Transports(
+            self._settings.transport, self._settings.device or source.device, self._settings.data_host, self._buffers
+        )
         check_seconds = perf_counter() - self._start
         while True:
             request = self._request(manifest)
-            names = [self._transport_for(status, source) for status in self._statuses]
-            device = (self._settings.device or source.device) if "nccl" in names else torch.device("cpu")
-            links = make_links(
-                names, self._fleet.urls, self._statuses, device=device, data_host=self._settings.data_host
-            )
+            names = transports.names(self._statuses)
+            device = transports.device if "nccl" in names else torch.device("cpu")
+            try:
+                links = transports.links(names, self._fleet.urls, self._statuses, manifest)
+            except WeightPushError as error:
+                if transports.go_on_without(error, names, self._fleet.urls, self._statuses):
+                    continue
+                raise
             update = Update(
                 self._fleet, request, links, self._wish.progress, policy=self._settings.policy, stop=self._wish.stop
             )
@@ -143,6 +149,8 @@ class Push:
             except Exception as error:
                 if self._wish.stop.asked:
                     raise self._wish.stop.error() from error
+                if transports.go_on_without(error, names, self._fleet.urls, self._statuses):
+                    continue
                 if self._settings.policy is OnServerFailure.ABORT or not isinstance(error, WeightPushError):
                     raise
                 self._leave_out(
@@ -265,9 +273,6 @@ class Push:
         places = {url: place for place, url in enumerate(self._fleet.urls)}
         self._exclude_at({places[url]: PushError.of(error, url) for url, error in odd.items()})
         return expected
-
-    def _transport_for(self, status: Status, source: WeightSource) -> str:
-        return choose_transport(self._settings.transport, status, self._settings.device or source.device)
 
     def _request(self, manifest: Manifest) -> BeginRequest:
         with arguments_checked():

@@ -125,8 +125,8 @@ class PhaseSeconds:
 
     ``check``: status, manifests, alignment. ``begin``: until all servers were open. ``gather``: reading and casting
     tensors into the buffer. ``digest``: hashing them. ``send``: announcing and sending buckets. ``wait``: the gathering
-    side had nothing to do but wait for the sending side. ``prepare``: until several servers
-    were all ready to commit. ``finish``: until all served again.
+    side had nothing to do but wait for the sending side, or over shm for servers to be done with a buffer.
+    ``prepare``: until several servers were all ready to commit. ``finish``: until all served again.
     """
 
     check: float = 0.0

@@ -15,7 +15,10 @@ from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest
 from weightpush_protocol.messages import DigestKind
+from weightpush_protocol.transports.shared_memory import SharedBuffers
 
+#: Returns a buffer for a bucket of that many bytes, once nobody reads it any more.
+Lend = Callable[[int], torch.Tensor]
 #: Sends bucket ``number``: its bytes as a 1-d uint8 tensor, and the digests of its tensors by name.
 Deliver = Callable[[int, torch.Tensor, dict[str, str]], None]
 
@@ -31,10 +34,14 @@ class StreamSeconds:
 
 
 class Buffers:
-    """Two buffers that are kept from one push to the next: fresh memory costs more than filling it, pinned far more."""
+    """Two buffers that are kept from one push to the next: fresh memory costs more than filling it, pinned far more.
+
+    They are private to the trainer or shared with the workers on its host.
+    """
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
+        self._shared: SharedBuffers | None = None
 
     def take(self, count: int, nbytes: int, device: torch.device, *, pinned: bool) -> list[torch.Tensor]:
         """Return ``count`` 1-d uint8 tensors of at least ``nbytes`` bytes on ``device``, with whatever they hold."""
@@ -45,7 +52,9 @@ class Buffers:
             return same and kept.numel() >= nbytes and kept.is_pinned() == pinned
 
         if len(self._kept) < count or not all(map(fits, self._kept)):
-            self.drop()
+            self._kept = []
+            if device.type == "cpu":
+                self._drop_shared()
             # Inference tensors could not be written outside the caller's inference_mode.
             with torch.inference_mode(False):
                 self._kept = [
@@ -53,17 +62,44 @@ class Buffers:
                 ]
         return self._kept[:count]
 
+    def share(self, count: int, nbytes: int) -> SharedBuffers:
+        """Return memory with ``count`` buffers of at least ``nbytes`` bytes that workers on this host can read.
+
+        Raises:
+            WeightPushError: ``transport_unavailable``: the system gives none.
+        """
+        if self._kept and self._kept[0].device.type == "cpu":
+            self._kept = []
+        if self._shared is None or not self._shared.holds(count, nbytes):
+            self._drop_shared()
+            try:
+                self._shared = SharedBuffers(count, nbytes)
+            except OSError as error:
+                raise WeightPushError(
+                    ErrorCode.TRANSPORT_UNAVAILABLE,
+                    f"no shared memory for {count} buffers of {nbytes} bytes: {error}; use 'gloo' or 'http'",
+                    details={"transport": "shm", "exception": type(error).__name__},
+                ) from error
+        return self._shared
+
     def drop(self) -> None:
         """Give the memory back."""
         self._kept = []
+        self._drop_shared()
+
+    def _drop_shared(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
 
 class BucketStream:
     """Sends all buckets of ``manifest``, which describes ``outgoing`` in the same order.
 
     The source is read in the calling thread; ``deliver`` runs in one other thread, one bucket at a time. Two of
-    ``buffers`` of the largest bucket on ``device`` are all the memory that it takes. ``interrupt`` must make a running
-    ``deliver`` raise soon; ``delivered`` is called in the calling thread after each bucket.
+    ``buffers`` of the largest bucket on ``device`` are all the memory that it takes, or what ``lend`` returns.
+    ``interrupt`` must make a running ``deliver`` or ``lend`` raise soon; ``delivered`` is called in the calling thread
+    after each bucket.
     """
 
     def __init__(
@@ -78,6 +114,7 @@ class BucketStream:
         digest: DigestKind,
         device: torch.device,
         buffers: Buffers,
+        lend: Lend | None = None,
     ) -> None:
         self._source = source
         self._outgoing = outgoing
@@ -88,7 +125,7 @@ class BucketStream:
         self._digest = digest
         self._device = device
         self._buffers = buffers
-        self._position = 0
+        self._lend = lend
         self._pending: Future[None] | None = None
         self.seconds = StreamSeconds()
         #: Of all tensors that were gathered so far, by the name under which they travel.
@@ -102,7 +139,7 @@ class BucketStream:
             WeightPushError: ``weights_rejected``: a tensor is not what the manifest declares.
             BaseException: whatever source, ``deliver`` or ``delivered`` raise.
         """
-        buffers = self._take_buffers()
+        buffers = self._take_buffers() if self._lend is None else []
         tensors = self._source.tensors(
             [item.held.name for item in self._outgoing],
             {item.held.name: item.sent.torch_dtype for item in self._outgoing},
@@ -110,8 +147,11 @@ class BucketStream:
         with ThreadPoolExecutor(1, "weightpush-send") as executor:
             try:
                 for number, bucket in enumerate(self._manifest.buckets):
-                    # Bucket number-2 used this buffer, and was delivered before number-1 was handed over.
-                    buffer = buffers[number % len(buffers)][: bucket.nbytes]
+                    if self._lend is not None:
+                        buffer = self._borrow(self._lend, bucket.nbytes)
+                    else:
+                        # Bucket number-2 used this buffer, and was delivered before number-1 was handed over.
+                        buffer = buffers[number % len(buffers)][: bucket.nbytes]
                     self._gather(number, buffer, tensors)
                     digests = self._hash(number, buffer)
                     self._await_delivery(number - 1)
@@ -122,6 +162,18 @@ class BucketStream:
                 # A transport that was cut off may still read them.
                 self._buffers.drop()
                 raise
+
+    def _borrow(self, lend: Lend, nbytes: int) -> torch.Tensor:
+        start = perf_counter()
+        try:
+            return lend(nbytes)
+        except WeightPushError:
+            # Why the bucket before could not be delivered tells more.
+            if self._pending is not None and self._pending.done():
+                self._pending.result()
+            raise
+        finally:
+            self.seconds.wait += perf_counter() - start
 
     def _take_buffers(self) -> list[torch.Tensor]:
         size = max((bucket.nbytes for bucket in self._manifest.buckets), default=0)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, get_args
 from urllib.parse import urlsplit
 
 import torch
 
 from weightpush_client.policy import LOST_SERVERS
+from weightpush_client.report import PushError
+from weightpush_client.stream import Buffers
 from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.manifest import Manifest
 from weightpush_protocol.messages import Status
-from weightpush_protocol.transports.base import Sender, TransportConfig
+from weightpush_protocol.transports.base import Sender, TransportConfig, TransportName, check_available
 from weightpush_protocol.transports.collective import CollectiveSender
+from weightpush_protocol.transports.shared_memory import host_id
+from weightpush_protocol.transports.shm_sender import ShmSender
 from weightpush_protocol.transports.sockets import pick_host
 
 #: What ``transport=`` may be.
-TRANSPORTS: Final = ("auto", "nccl", "gloo", "http")
+TRANSPORTS: Final = ("auto", *get_args(TransportName))
+
+_logger = logging.getLogger("weightpush")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,7 @@ class Link:
         places: of these servers among all that take part.
         configs: what each of them is told in ``begin``.
         server_of_rank: address of the server to which each worker belongs, from rank 1 on.
-        sender: the trainer's end of a collective transport; None for ``http``.
+        sender: the trainer's end; None for ``http``.
     """
 
     name: str
@@ -45,8 +53,11 @@ class Link:
             error.details.setdefault(LOST_SERVERS, sorted({self.server_of_rank[rank - 1] for rank in ranks}))
 
 
-def choose_transport(wanted: str, status: Status, device: torch.device) -> str:
-    """Return ``wanted``, or what ``auto`` means for weights on ``device`` and the workers of this server."""
+def choose_transport(wanted: str, status: Status, device: torch.device, *, without: Container[str] = ()) -> str:
+    """Return ``wanted``, or what ``auto`` means for weights on ``device`` and the workers of this server.
+
+    ``without``: what ``auto`` must not mean.
+    """
     if wanted != "auto":
         return wanted
 
@@ -55,40 +66,115 @@ def choose_transport(wanted: str, status: Status, device: torch.device) -> str:
 
     if device.type == "cuda" and everywhere("nccl"):
         return "nccl"
+    if "shm" not in without and everywhere("shm") and _share_host(status):
+        return "shm"
     return "gloo" if everywhere("gloo") else "http"
 
 
-def make_links(
-    names: Sequence[str],
-    urls: Sequence[str],
-    statuses: Sequence[Status],
-    *,
-    device: torch.device,
-    data_host: str | None,
-) -> list[Link]:
-    """Return one link for each of the transports ``names``, which are given for each server.
+def _share_host(status: Status) -> bool:
+    # Both ends ask the kernel who they are. An address says little: behind it may be a proxy or another namespace.
+    return bool(host_id()) and all(worker.host_id == host_id() for worker in status.workers)
 
-    Raises:
-        WeightPushError: ``transport_unavailable``: one cannot run here, or a server lists no workers.
+
+class Transports:
+    """The transports of one push, for weights on ``device``; ``wanted`` is one of `TRANSPORTS`.
+
+    ``buffers`` are the pusher's; `links` takes memory from them where it is to be shared.
     """
-    links: list[Link] = []
-    try:
-        for name in dict.fromkeys(names):
-            places = tuple(place for place, other in enumerate(names) if other == name)
-            links.append(
-                _make_link(
-                    name,
-                    places,
-                    [urls[place] for place in places],
-                    [statuses[place] for place in places],
-                    device=device,
-                    data_host=data_host,
-                )
+
+    def __init__(self, wanted: str, device: torch.device, data_host: str | None, buffers: Buffers) -> None:
+        self.device = device
+        self._wanted = wanted
+        self._data_host = data_host
+        self._buffers = buffers
+        #: Instances with which memory could not be shared after all.
+        self._unshared: set[str] = set()
+
+    def names(self, statuses: Sequence[Status]) -> list[str]:
+        """Return the transport for each server."""
+        return [
+            choose_transport(
+                self._wanted,
+                status,
+                self.device,
+                without=("shm",) if status.instance_id in self._unshared else (),
             )
-    except BaseException:
-        close_links(links)
-        raise
-    return links
+            for status in statuses
+        ]
+
+    def links(
+        self, names: Sequence[str], urls: Sequence[str], statuses: Sequence[Status], manifest: Manifest
+    ) -> list[Link]:
+        """Return one link for each of the transports ``names``, which are given for each server.
+
+        Raises:
+            WeightPushError: ``transport_unavailable``: one cannot run here, or a server lists no workers.
+        """
+        links: list[Link] = []
+        try:
+            for name in dict.fromkeys(names):
+                places = tuple(place for place, other in enumerate(names) if other == name)
+                links.append(
+                    self._make_link(
+                        name, places, [urls[place] for place in places], [statuses[place] for place in places], manifest
+                    )
+                )
+        except BaseException:
+            close_links(links)
+            raise
+        return links
+
+    def go_on_without(
+        self, error: Exception, names: Sequence[str], urls: Sequence[str], statuses: Sequence[Status]
+    ) -> bool:
+        """Whether to begin again with other `names`: shared memory was ``auto``'s choice and could not be had."""
+        if not isinstance(error, WeightPushError) or error.code is not ErrorCode.TRANSPORT_UNAVAILABLE:
+            return False
+        sharing = {
+            url: status.instance_id for url, status, name in zip(urls, statuses, names, strict=True) if name == "shm"
+        }
+        if self._wanted != "auto" or not sharing:
+            return False
+        server = error.server if isinstance(error, PushError) else None
+        _logger.warning("%s; the push goes on without shared memory", error.message)
+        self._unshared.update([sharing[server]] if server in sharing else sharing.values())
+        return True
+
+    def _make_link(
+        self,
+        name: str,
+        places: tuple[int, ...],
+        urls: Sequence[str],
+        statuses: Sequence[Status],
+        manifest: Manifest,
+    ) -> Link:
+        if name == "http":
+            return Link(name, places, tuple(TransportConfig(name="http") for _ in places))
+        for url, status in zip(urls, statuses, strict=True):
+            if not status.workers:
+                raise WeightPushError(
+                    ErrorCode.TRANSPORT_UNAVAILABLE,
+                    f"{url} lists no workers, so {name} cannot reach them; use transport='http'",
+                )
+        sender = self._make_sender(name, urls, 1 + sum(len(status.workers) for status in statuses), manifest)
+        configs = []
+        server_of_rank: list[str] = []
+        for url, status in zip(urls, statuses, strict=True):
+            configs.append(sender.config.model_copy(update={"rank_offset": 1 + len(server_of_rank)}))
+            server_of_rank += [url] * len(status.workers)
+        return Link(name, places, tuple(configs), tuple(server_of_rank), sender)
+
+    def _make_sender(self, name: str, urls: Sequence[str], world_size: int, manifest: Manifest) -> Sender:
+        if name == "shm":
+            check_available("shm", self.device)
+            largest = max((bucket.nbytes for bucket in manifest.buckets), default=0)
+            return ShmSender(self._buffers.share(max(1, min(2, len(manifest.buckets))), largest), world_size=world_size)
+        return CollectiveSender(
+            "nccl" if name == "nccl" else "gloo",
+            host=self._data_host or _host_for(urls),
+            world_size=world_size,
+            device=self.device,
+        )
 
 
 def close_links(links: Sequence[Link]) -> None:
@@ -96,37 +182,6 @@ def close_links(links: Sequence[Link]) -> None:
     for link in links:
         if link.sender is not None:
             link.sender.close()
-
-
-def _make_link(
-    name: str,
-    places: tuple[int, ...],
-    urls: Sequence[str],
-    statuses: Sequence[Status],
-    *,
-    device: torch.device,
-    data_host: str | None,
-) -> Link:
-    if name == "http":
-        return Link(name, places, tuple(TransportConfig(name="http") for _ in places))
-    for url, status in zip(urls, statuses, strict=True):
-        if not status.workers:
-            raise WeightPushError(
-                ErrorCode.TRANSPORT_UNAVAILABLE,
-                f"{url} lists no workers, so {name} cannot reach them; use transport='http'",
-            )
-    sender = CollectiveSender(
-        "nccl" if name == "nccl" else "gloo",
-        host=data_host or _host_for(urls),
-        world_size=1 + sum(len(status.workers) for status in statuses),
-        device=device,
-    )
-    configs = []
-    server_of_rank: list[str] = []
-    for url, status in zip(urls, statuses, strict=True):
-        configs.append(sender.config.model_copy(update={"rank_offset": 1 + len(server_of_rank)}))
-        server_of_rank += [url] * len(status.workers)
-    return Link(name, places, tuple(configs), tuple(server_of_rank), sender)
 
 
 def _host_for(urls: Sequence[str]) -> str:

@@ -140,16 +140,18 @@ class Update:
             WeightPushError: what a server, the transport or the source says; anything that they or the progress
                 callback raise.
         """
+        delivery = self._delivery()
         stream = BucketStream(
             source,
             outgoing,
             self._request.manifest,
-            deliver=self._delivery(),
+            deliver=delivery,
             interrupt=self._interrupt,
             delivered=self._delivered,
             digest=self._request.digest,
             device=device,
             buffers=buffers,
+            lend=delivery.lender(device),
         )
         self._report(PushPhase.STREAM)
         self.digests = stream.digests

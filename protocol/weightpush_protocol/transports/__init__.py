@@ -3,6 +3,11 @@
 ::
 
     base.py         TransportConfig, Sender, Receiver, check_available
+    endpoints.py    a worker's end of whatever transport ``begin`` names
+    shm_sender.py, shm_receiver.py   shared memory on one host
+      shm_endpoint.py   what both ends have in common
+      shared_memory.py  the memory itself, and who shares a host
+      local_links.py    the connections over which it is handed out
     collective.py   gloo and nccl: broadcast of buckets in a process group of our own
       rendezvous.py   how its processes find each other, bounded and cancellable
       keyed_store.py  the store that they meet in, open to holders of the update's key

@@ -7,7 +7,9 @@ time, and a transport that failed is closed and never used again.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Protocol, runtime_checkable
+import os
+import sys
+from typing import Annotated, Final, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 
-TransportName = Literal["gloo", "nccl", "http"]
+TransportName = Literal["shm", "gloo", "nccl", "http"]
+
+#: What each transport with a rendezvous cannot do without.
+_NEEDED: Final = {
+    "shm": ("socket", "buffers", "buffer_bytes", "world_size", "key"),
+    "gloo": ("host", "port", "world_size", "key"),
+    "nccl": ("host", "port", "world_size", "key"),
+}
 
 
 class TransportConfig(BaseModel):
@@ -23,8 +32,12 @@ class TransportConfig(BaseModel):
 
     Attributes:
         name: which transport.
-        host: address or host name of the trainer's rendezvous, as seen from the server; IPv6 without brackets.
+        host: ``gloo``, ``nccl``: address or host name of the trainer's rendezvous, as seen from the server; IPv6
+            without brackets.
         port: TCP port of the rendezvous.
+        socket: ``shm``: name of the trainer's socket among the abstract ones of its network namespace.
+        buffers: number of buffers in the trainer's shared memory.
+        buffer_bytes: size of each; buffer *i* begins at byte ``i * buffer_bytes``.
         world_size: number of processes in the group: the trainer and all workers of all servers.
         rank_offset: rank of this server's first worker; the trainer is rank 0.
         key: secret of this update, 32 to 64 hex digits. Only processes that hold it find the rendezvous. It appears in
@@ -38,6 +51,9 @@ class TransportConfig(BaseModel):
     host: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[^\s/@\[\]]+$")] | None = None
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
     world_size: Annotated[int, Field(ge=2, le=65536)] | None = None
+    socket: Annotated[str, Field(pattern=r"^weightpush-[0-9a-f]{32}$")] | None = None
+    buffers: Annotated[int, Field(ge=1, le=8)] | None = None
+    buffer_bytes: Annotated[int, Field(ge=64, le=2**50, multiple_of=64)] | None = None
     rank_offset: Annotated[int, Field(ge=1)] = 1
     key: Annotated[str | None, Field(pattern=r"^[0-9a-fA-F]{32,64}$", repr=False)] = None
 
@@ -59,10 +75,8 @@ class TransportConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _collective_is_complete(self) -> TransportConfig:
-        if self.name == "http":
-            return self
-        missing = [field for field in ("host", "port", "world_size", "key") if getattr(self, field) is None]
+    def _is_complete(self) -> TransportConfig:
+        missing = [field for field in _NEEDED.get(self.name, ()) if getattr(self, field) is None]
         if missing:
             raise ValueError(f"transport {self.name!r} needs {', '.join(missing)}")
         if self.world_size is not None and self.rank_offset >= self.world_size:
@@ -125,10 +139,38 @@ class Receiver(Protocol):
         ...
 
 
+@runtime_checkable
+class LendingSender(Sender, Protocol):
+    """A sender with buffers that workers see: what is written into one of them is sent without another copy."""
+
+    def lend(self, nbytes: int, timeout_s: float) -> torch.Tensor:
+        """Return ``nbytes`` bytes to fill and to :meth:`send`, once all workers are done with what they held.
+
+        Buffers are sent in the order in which they were lent. May be called by another thread than :meth:`send`.
+
+        Raises:
+            WeightPushError: ``transport_failed``, naming the worker that still holds them after ``timeout_s`` seconds.
+        """
+        ...
+
+
+@runtime_checkable
+class BorrowingReceiver(Receiver, Protocol):
+    """A receiver that can show a bucket where the sender has put it."""
+
+    def borrow(self, number: int, nbytes: int, timeout_s: float) -> torch.Tensor:
+        """Wait for bucket ``number`` and return its bytes, which nobody may write to, until :meth:`give_back`."""
+        ...
+
+    def give_back(self, number: int) -> None:
+        """Let the sender overwrite bucket ``number``. Never waits; without effect where the sender is gone."""
+        ...
+
+
 def check_available(name: TransportName, device: torch.device) -> None:
     """Check that this process can use a transport whose buckets lie on ``device``.
 
-    ``gloo`` moves CPU buffers, also in a process whose model is on a GPU.
+    ``shm`` and ``gloo`` move CPU buffers, also in a process whose model is on a GPU.
 
     Raises:
         WeightPushError: ``transport_unavailable``, with the reason.
@@ -145,6 +187,9 @@ def check_available(name: TransportName, device: torch.device) -> None:
 def _why_unavailable(name: TransportName, device: torch.device) -> str | None:
     if name == "http":
         return None
+    if name == "shm":
+        there = sys.platform == "linux" and hasattr(os, "memfd_create")
+        return None if there else "shared buffers need Linux; use 'gloo' or 'http'"
     if not dist.is_available():
         return "this torch was built without torch.distributed"
     if name == "gloo":

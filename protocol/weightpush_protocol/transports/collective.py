@@ -263,8 +263,8 @@ class CollectiveReceiver(_Endpoint):
     """
 
     def __init__(self, config: TransportConfig, *, rank: int, device: torch.device | str = "cpu") -> None:
-        if config.name == "http":
-            raise ValueError("http is not a collective transport")
+        if config.name not in ("gloo", "nccl"):
+            raise ValueError(f"{config.name} is not a collective transport")
         if config.host is None or config.port is None or config.world_size is None or config.key is None:
             raise ValueError(f"transport {config.name!r} needs host, port, world_size and key")
         if not 1 <= rank < config.world_size:

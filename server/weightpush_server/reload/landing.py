@@ -83,8 +83,10 @@ class ReloadSession:
         """Names of the tensors that have landed."""
         return frozenset(self._landed)
 
-    def land(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def land(self, tensors: Iterable[tuple[str, torch.Tensor]], *, read_only: bool = False) -> None:
         """Write checkpoint tensors into the model. The tensors may be reused once this returns.
+
+        ``read_only``: nobody may write to the tensors. The model's own loaders, who might, get copies.
 
         Raises:
             WeightPushError: LANDING_FAILED, naming the tensor that was being loaded: it is unknown, came twice, has
@@ -107,7 +109,7 @@ class ReloadSession:
             self._fail(failure)
             raise failure from error
         if left:
-            self._load(left)
+            self._load(left, read_only)
 
     def _replay(self, name: str, tensor: torch.Tensor) -> bool:
         """Copy ``tensor`` to its places; return False where the model's loaders have to."""
@@ -117,8 +119,8 @@ class ReloadSession:
         self._replayer.run(program, tensor.contiguous())
         return True
 
-    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        stream = _Stream(tensors)
+    def _load(self, tensors: list[tuple[str, torch.Tensor]], read_only: bool) -> None:
+        stream = _Stream(tensors, read_only)
         try:
             # Nobody knows what else a loader looks at.
             self.opened.take_all()
@@ -270,14 +272,15 @@ def _ways(layout: ModelLayout, plan: Plan | None, specs: Iterable[TensorSpec], s
 class _Stream:
     """The tensors as the model's loaders read them, with the name of the current one."""
 
-    def __init__(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, tensors: list[tuple[str, torch.Tensor]], read_only: bool) -> None:
         self._tensors = tensors
+        self._read_only = read_only
         self.current: str | None = None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors:
             self.current = name
-            yield name, tensor
+            yield name, tensor.clone() if self._read_only else tensor
 
 
 def _require_same(expected: TensorSpec, tensor: torch.Tensor) -> None:

@@ -1,0 +1,183 @@
+"""What lands out of shared memory: the same model as from anywhere else, and nothing that changed on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.toy import CPU, Started, Tensors, checkpoint, cold_start, contents, differing
+from weightpush_protocol.digest import tensor_digest
+from weightpush_protocol.errors import ErrorCode
+from weightpush_protocol.manifest import Manifest, TensorSpec, build_manifest
+from weightpush_protocol.messages import BeginRequest
+from weightpush_protocol.transports.shared_memory import SharedBuffers
+from weightpush_protocol.transports.shm_sender import ShmSender
+from weightpush_server.progress import ProgressWriter
+from weightpush_server.receiver import UpdateReceiver
+from weightpush_server.records import ControlRecord, WorkerRecord
+from weightpush_server.reload import finish_reload
+from weightpush_server.shared_state import SharedState
+
+A, B = checkpoint(1), checkpoint(2)
+EPOCH = 7
+WAIT_S = 20.0
+NO_POISON: Callable[[torch.Tensor], None] = lambda _: None  # noqa: E731 - reads better than three lines
+
+
+@pytest.fixture
+def progress(tmp_path: Path) -> ProgressWriter:
+    control = ControlRecord(instance_id="i", weight_version="v0")
+    shared = SharedState.create(tmp_path / "state", workers=1, control=control)
+    writer = ProgressWriter(shared, WorkerRecord(rank=0, pid=1, device="cpu", weight_version="v0"))
+    writer.begin(EPOCH)
+    return writer
+
+
+def manifest_of(tensors: Tensors) -> Manifest:
+    return build_manifest([TensorSpec.of(name, tensor) for name, tensor in tensors.items()], bucket_bytes=400)
+
+
+@contextmanager
+def update(
+    live: Started, manifest: Manifest, progress: ProgressWriter, *, planned: bool
+) -> Iterator[tuple[ShmSender, UpdateReceiver]]:
+    """Open a sender, and a receiver that lands into ``live``."""
+    sender = ShmSender(SharedBuffers(2, max(bucket.nbytes for bucket in manifest.buckets)), world_size=2)
+    begin = BeginRequest(weight_version="v1", manifest=manifest, transport=sender.config)
+    receiver = UpdateReceiver(begin, epoch=EPOCH, rank=0, device=CPU, progress=progress)
+    receiver.attach(live.begin(plan=live.plan(B) if planned else None))
+    receiver.connect()
+    sender.open(WAIT_S)
+    try:
+        yield sender, receiver
+    finally:
+        sender.close()
+        receiver.stop()
+
+
+def send(
+    sender: ShmSender,
+    receiver: UpdateReceiver,
+    manifest: Manifest,
+    tensors: Tensors,
+    number: int,
+    scribble: Callable[[torch.Tensor], None] = NO_POISON,
+) -> None:
+    """Gather, digest and send one bucket; ``scribble`` on it after its digests were taken."""
+    buffer = sender.lend(manifest.buckets[number].nbytes, WAIT_S)
+    digests = {}
+    for spec, offset in manifest.bucket_tensors(number):
+        raw = buffer[offset : offset + spec.nbytes]
+        raw.view(spec.torch_dtype).view(spec.shape).copy_(tensors[spec.name])
+        digests[spec.name] = tensor_digest(raw)
+    scribble(buffer)
+    receiver.expect(number, digests)
+    sender.send(number, buffer, WAIT_S)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["by plan", "by the model's loaders"])
+def test_a_push_out_of_shared_memory_equals_a_cold_start(planned: bool, progress: ProgressWriter) -> None:
+    live, wanted = cold_start(A), cold_start(B)
+    manifest = manifest_of(B)
+    assert len(manifest.buckets) > 3  # Both buffers are used again.
+    with update(live, manifest, progress, planned=planned) as (sender, receiver):
+        for number in range(len(manifest.buckets)):
+            send(sender, receiver, manifest, B, number)
+        until(lambda: progress.record.error or progress.record.buckets_done == len(manifest.buckets))
+        assert progress.record.error is None
+        # Given back, buffers are the trainer's: nothing in the model may still look into them.
+        for index in range(2):
+            sender._memory.buffer(index, sender._memory.buffer_bytes).fill_(0xFF)
+        finish_reload(receiver.session)
+    assert differing(contents(live.model), contents(wanted.model)) == []
+
+
+def test_a_loader_that_writes_into_what_it_gets_harms_nobody(
+    progress: ProgressWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, wanted = cold_start(A), cold_start(B)
+    loading = type(live.model).load_weights
+
+    def spoil(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        def each() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                yield name, tensor.add_(0)  # In place: memory that is mapped for reading would end the process.
+
+        return loading(model, each())
+
+    monkeypatch.setattr(type(live.model), "load_weights", spoil)
+    manifest = manifest_of(B)
+    with update(live, manifest, progress, planned=False) as (sender, receiver):
+        for number in range(len(manifest.buckets)):
+            send(sender, receiver, manifest, B, number)
+        until(lambda: progress.record.error or progress.record.buckets_done == len(manifest.buckets))
+        assert progress.record.error is None
+        finish_reload(receiver.session)
+    assert differing(contents(live.model), contents(wanted.model)) == []
+
+
+@pytest.mark.parametrize("bucket", [0, 2])
+def test_a_buffer_that_changed_after_its_digest_never_lands(bucket: int, progress: ProgressWriter) -> None:
+    """A trainer that fills a buffer again too soon: here with what the model before had in it."""
+    live = cold_start(A)
+    manifest = manifest_of(B)
+
+    def stale(buffer: torch.Tensor) -> None:
+        for spec, offset in manifest.bucket_tensors(bucket):
+            buffer[offset : offset + spec.nbytes].view(spec.torch_dtype).view(spec.shape).copy_(A[spec.name])
+
+    with update(live, manifest, progress, planned=True) as (sender, receiver):
+        for number in range(bucket):
+            send(sender, receiver, manifest, B, number)
+        send(sender, receiver, manifest, B, bucket, stale)
+        until(lambda: progress.record.error)
+        error = progress.record.error
+        assert error is not None
+        assert (error.code, error.details["bucket"]) == (ErrorCode.DIGEST_MISMATCH, bucket)
+        first = manifest.bucket_tensors(bucket)[0][0]
+        assert error.details["tensor"] == first.name
+        assert progress.record.buckets_done == bucket
+        assert first.name not in receiver.session.landed
+        # The trainer learns it when it wants the next buffer.
+        assert sender._waiter.ready(sender._connections(), time.monotonic() + WAIT_S)
+
+
+def test_a_buffer_is_given_back_only_after_it_has_landed(
+    progress: ProgressWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = cold_start(A)
+    manifest = manifest_of(B)
+    order: list[str] = []
+    with update(live, manifest, progress, planned=True) as (sender, receiver):
+        session = receiver.session
+        landing = session.land
+
+        def land(tensors: Iterator[tuple[str, torch.Tensor]], *, read_only: bool) -> None:
+            landing(tensors, read_only=read_only)
+            time.sleep(0.1)
+            order.append("landed")
+
+        monkeypatch.setattr(session, "land", land)
+        hear = sender._hear_done
+
+        def heard(rank: int, connection: object) -> None:
+            hear(rank, connection)  # type: ignore[arg-type] # passed on as it came
+            order.append("given back")
+
+        monkeypatch.setattr(sender, "_hear_done", heard)
+        for number in range(4):
+            send(sender, receiver, manifest, B, number)
+        until(lambda: progress.record.buckets_done == 4)
+    assert order[:4] == ["landed", "given back", "landed", "given back"]
