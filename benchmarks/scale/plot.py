@@ -43,7 +43,7 @@ def plot(path: Path, site: Site, constants: Constants) -> None:
                 axis.plot(*zip(*points, strict=True), style, color=_COLOURS[transport], label=transport.value, lw=1.8)
         job = job_for(MODELS[name], 1, site, Transport.NCCL)
         axis.set(xscale="log", yscale="log", xlabel="servers", ylim=(0.1, 1e5))
-        axis.set_title(f"{name}, {job.model.nbytes / 1e9:.3g} GB, {job.workers} GPU{'s' * (job.workers > 1)} a server")
+        axis.set_title(f"{name}, {job.model.nbytes / 1e9:.4g} GB, {job.workers} GPU{'s' * (job.workers > 1)} a server")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("seconds from call to report")
     handles, labels = axes[0].get_legend_handles_labels()

@@ -69,7 +69,7 @@ def push_table(site: Site, constants: Constants, transport: Transport, protocol:
     """Seconds of a push, and of the pause of a staged one, for all models and fleets."""
     rows = []
     for model in MODELS.values():
-        row = [model.name, f"{model.nbytes / 1e9:.3g}"]
+        row = [model.name, f"{model.nbytes / 1e9:.4g}"]
         jobs = [job_for(model, servers, site, transport, protocol=protocol) for servers in SERVERS]
         predictions = [try_predict(job, constants) for job in jobs]
         row.append(str(jobs[0].workers))
