@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self
 
 from pydantic import (
     AfterValidator,
@@ -54,6 +54,8 @@ BucketNumber = Annotated[int, Field(ge=0, lt=2**31)]
 ProtocolVersion = Annotated[str, Field(pattern=r"^[0-9]{1,9}\.[0-9]{1,9}$")]
 #: Digest of one tensor, see ``weightpush_protocol.digest``.
 TensorDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+#: Name of a manifest, see ``Manifest.digest``.
+ManifestDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 TensorName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 
 
@@ -112,8 +114,11 @@ class Deadlines(_Request):
     lease_s: PositiveFloat = Field(default=60.0, le=3600)
 
 
-class BeginRequest(_Request):
+class BeginCall(_Request):
     """``POST /reload/begin``. A repeated call with the same ``update_id`` gets the same answer.
+
+    ``manifest_digest`` stands for a manifest that the server has taken before. It remembers the last few, until it is
+    restarted; of any other it says ``unknown_manifest``, and nothing has changed: send the whole one then.
 
     ``partial``: the manifest may leave out tensors, which then stay as they are. The server refuses if it cannot keep
     them exactly. Otherwise the manifest must be a complete checkpoint. ``protocol``: the client's version of this
@@ -121,7 +126,8 @@ class BeginRequest(_Request):
     """
 
     weight_version: WeightVersion
-    manifest: Manifest
+    manifest: Manifest | None = None
+    manifest_digest: ManifestDigest | None = None
     mode: UpdateMode = UpdateMode.DIRECT
     transport: TransportConfig
     in_flight: InFlight = InFlight.WAIT
@@ -130,6 +136,28 @@ class BeginRequest(_Request):
     partial: bool = False
     update_id: UpdateId | None = None
     protocol: ProtocolVersion | None = None
+
+    @model_validator(mode="after")
+    def _one_manifest(self) -> Self:
+        if (self.manifest is None) == (self.manifest_digest is None):
+            raise ValueError("bring the manifest, or the digest of one that the server knows")
+        return self
+
+    def with_manifest(self, manifest: Manifest) -> BeginRequest:
+        """Return the request that this call stands for, whose manifest is ``manifest``."""
+        fields = {name: getattr(self, name) for name in BeginCall.model_fields}
+        return BeginRequest.model_construct(**{**fields, "manifest": manifest, "manifest_digest": None})
+
+
+class BeginRequest(BeginCall):
+    """A ``begin`` whose manifest is at hand."""
+
+    manifest: Manifest
+
+    def by_digest(self) -> BeginCall:
+        """Return the call that names the manifest instead of bringing it."""
+        fields = {name: getattr(self, name) for name in BeginCall.model_fields}
+        return BeginCall(**{**fields, "manifest": None, "manifest_digest": self.manifest.digest()})
 
 
 class PlanSummary(_Answer):
@@ -158,7 +186,10 @@ class BeginAnswer(_Answer):
 
 
 class StreamRequest(_Request):
-    """``POST /reload/stream`` as JSON: bucket ``bucket`` comes next over the collective transport.
+    """``POST /reload/stream`` as JSON: bucket ``bucket`` comes next over the transport of the update.
+
+    ``count``: and so many in all from this one on. Only ``shm`` can have more than one announced: there the digests
+    come with each bucket, and are not in the call.
 
     A call repeated with its ``call_id`` is a retry and changes nothing; the same bucket under another one is an error.
     """
@@ -166,6 +197,7 @@ class StreamRequest(_Request):
     update_id: UpdateId
     epoch: Epoch | None = None
     bucket: BucketNumber
+    count: Annotated[int, Field(ge=1, le=MAX_TENSORS)] = 1
     call_id: UpdateId | None = None
     digests: Annotated[dict[TensorName, TensorDigest], Field(max_length=MAX_TENSORS)] = Field(default_factory=dict)
 
@@ -365,7 +397,11 @@ class LastError(_Answer):
 
 
 class LastUpdate(_Answer):
-    """The last update that was committed."""
+    """The last update that was committed.
+
+    ``phase_seconds``: how long the server was in each phase. ``worker_seconds``: what its slowest worker spent on each
+    part (``receive``, ``digest``, ``copy``, ``open``, ``land``, ``postload``, ``proof``), beside each other or not.
+    """
 
     update_id: str
     weight_version: str
@@ -377,6 +413,7 @@ class LastUpdate(_Answer):
     seconds: float
     pause_seconds: float
     phase_seconds: dict[str, float] = Field(default_factory=dict)
+    worker_seconds: dict[str, float] = Field(default_factory=dict)
     finished_at: AwareDatetime
 
 

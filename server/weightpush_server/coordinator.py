@@ -12,10 +12,11 @@ from typing import Final
 from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.limits import REPORT_S
+from weightpush_protocol.manifest import ManifestFacts
 from weightpush_protocol.messages import (
     AbortRequest,
     BeginAnswer,
-    BeginRequest,
+    BeginCall,
     DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
@@ -104,8 +105,20 @@ class Coordinator:
 
     # begin
 
-    async def begin(self, request: BeginRequest) -> BeginAnswer:
-        """Check, rendezvous, close the gate, drain, open; or refuse."""
+    async def manifest_facts(self, call: BeginCall) -> ManifestFacts:
+        """Return what the manifest of ``call`` adds up to.
+
+        Raises:
+            WeightPushError: ``unknown_manifest``: only its digest came, and a worker does not know it.
+        """
+        if call.manifest is not None:
+            manifest = call.manifest
+            return await asyncio.to_thread(lambda: manifest.facts)
+        answers = await self._engine.call_within(_MANIFEST_S, "weightpush_facts", call.manifest_digest)
+        return ManifestFacts.model_validate(answers[0]["facts"])
+
+    async def begin(self, request: BeginCall, facts: ManifestFacts) -> BeginAnswer:
+        """Check, rendezvous, close the gate, drain, open; or refuse. ``facts`` are those of its manifest."""
         if request.protocol is not None and (why := mismatch(client=request.protocol, server=PROTOCOL_VERSION)):
             raise WeightPushError(ErrorCode.PROTOCOL_MISMATCH, why)
         update_id = request.update_id or uuid.uuid4().hex
@@ -113,12 +126,12 @@ class Coordinator:
         body = await asyncio.to_thread(request.model_dump_json)
         digest = hashlib.sha256(body.encode()).hexdigest()
         return await self._life.once(
-            ("begin", update_id, digest), lambda: self._begin(update_id, digest, body, request)
+            ("begin", update_id, digest), lambda: self._begin(update_id, digest, body, request, facts)
         )
 
-    async def _begin(self, update_id: str, digest: str, body: str, request: BeginRequest) -> BeginAnswer:
-        nbytes = await asyncio.to_thread(lambda: request.manifest.nbytes)
-
+    async def _begin(
+        self, update_id: str, digest: str, body: str, request: BeginCall, facts: ManifestFacts
+    ) -> BeginAnswer:
         def make(control: ControlRecord) -> UpdateRecord:
             return UpdateRecord(
                 update_id=update_id,
@@ -131,9 +144,9 @@ class Coordinator:
                 in_flight=request.in_flight,
                 digest=request.digest,
                 deadlines=request.deadlines,
-                tensors_total=len(request.manifest.tensors),
-                bytes_total=nbytes,
-                buckets_total=len(request.manifest.buckets),
+                tensors_total=facts.tensors,
+                bytes_total=facts.nbytes,
+                buckets_total=facts.buckets,
             )
 
         mine, update = self._life.reserve(update_id, digest, make)
@@ -151,7 +164,7 @@ class Coordinator:
                 return answer
             await asyncio.sleep(POLL_S)
 
-    async def _open(self, update: UpdateRecord, body: str, request: BeginRequest) -> BeginAnswer:
+    async def _open(self, update: UpdateRecord, body: str, request: BeginCall) -> BeginAnswer:
         update_id, epoch, deadlines = update.update_id, update.epoch, request.deadlines
         self._check_ranks(request)
         checked = await self._life.rpc(update_id, deadlines.commit_s, "weightpush_check", epoch, body)
@@ -170,7 +183,7 @@ class Coordinator:
             epoch=epoch,
             accepted_transport=request.transport.name,
             mode=update.mode,
-            plan=summarise(request.manifest.tensors, [answer["ways"] for answer in checked]),
+            plan=summarise(update.tensors_total, update.bytes_total, [answer["ways"] for answer in checked]),
         )
         with self._life.change(update_id) as (control, running):
             if staged:
@@ -189,7 +202,7 @@ class Coordinator:
         )
         return answer
 
-    def _check_ranks(self, request: BeginRequest) -> None:
+    def _check_ranks(self, request: BeginCall) -> None:
         transport = request.transport
         if transport.world_size is None:
             return
@@ -204,13 +217,13 @@ class Coordinator:
     # stream
 
     async def announce(self, request: StreamRequest) -> StreamAnswer:
-        """Let the workers expect a bucket on the collective transport."""
+        """Let the workers expect a bucket, or several, on the transport of the update."""
         return await self._life.step(request.update_id, self._announce(request))
 
     async def _announce(self, request: StreamRequest) -> StreamAnswer:
         self._life.check_workers(self._shared.control().active(request.update_id, request.epoch))
         with self._life.change(request.update_id, request.epoch) as (_, update):
-            fresh = update.take_bucket(request.bucket, request.call_id, as_body=False)
+            fresh = update.take_bucket(request.bucket, request.call_id, as_body=False, count=request.count)
         if fresh:
             await self._life.rpc(
                 request.update_id,
@@ -220,6 +233,7 @@ class Coordinator:
                 request.bucket,
                 request.digests,
                 None,
+                request.count,
             )
         return self._progress(update, request.bucket)
 

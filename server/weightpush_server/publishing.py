@@ -17,6 +17,7 @@ from weightpush_server.lifecycle import UpdateLifecycle
 from weightpush_server.log import logger
 from weightpush_server.records import UpdateRecord
 from weightpush_server.shared_state import SharedState
+from weightpush_server.timing import slowest
 
 Hook = Callable[[], Awaitable[None]]
 _T = TypeVar("_T")
@@ -97,7 +98,9 @@ class Publisher:
     async def _close(self, update: UpdateRecord) -> str:
         self._life.enter(update.update_id, Phase.CLOSING)
         proofs = await self._engine.call("weightpush_close", update.epoch)
-        self._life.enter(update.update_id, Phase.RESETTING_CACHES)
+        with self._life.change(update.update_id) as (_, running):
+            running.worker_seconds = slowest(proof["seconds"] for proof in proofs)
+            running.enter(Phase.RESETTING_CACHES)
         await self._engine.reset_caches()
         return combine_fingerprints([proof["fingerprint"] for proof in proofs])
 

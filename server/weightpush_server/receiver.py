@@ -1,6 +1,7 @@
 """The worker's side of the data plane: a thread that receives and checks the buckets of one update, and lands them.
 
-It lives in a thread of its own because an RPC to a worker is serial with everything else that the engine asks of it:
+Where buckets come in copies, a second thread lands them while the next bucket arrives: two buffers take turns.
+All this is in threads of its own because an RPC to a worker is serial with everything else that the engine asks of it:
 the RPC that announces a bucket only puts it on a queue. Progress and the first error go to the shared record.
 """
 
@@ -9,23 +10,27 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from weightpush_protocol.digest import tensor_digest
+from weightpush_protocol.digest import bucket_digests
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_protocol.messages import BeginRequest, DigestKind, UpdateMode
 from weightpush_protocol.transports.base import BorrowingReceiver, Receiver
 from weightpush_protocol.transports.endpoints import make_receiver
+from weightpush_protocol.transports.frames import frame_bytes, read_digests
 from weightpush_protocol.transports.http import digests_from_metadata, parse_header
 from weightpush_server.hostcopy import HostCopy
 from weightpush_server.progress import ProgressWriter
 from weightpush_server.reload import ReloadSession
 from weightpush_server.stored import view_tensor
+from weightpush_server.timing import PartSeconds
 
 #: How often a waiting worker looks whether its trainer still lives, in seconds.
 _LOOK_S: Final = 0.25
@@ -37,6 +42,10 @@ class _Job:
     digests: dict[str, str] = field(default_factory=dict)
     #: File that holds the bucket (``http`` transport); ``None``: it comes over the collective transport.
     spool: Path | None = None
+
+
+#: Bytes, what lies where in them, and the digests that came along, by name.
+_Bucket = tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]
 
 
 class UpdateReceiver:
@@ -66,8 +75,13 @@ class UpdateReceiver:
         self._progress = progress
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._session: ReloadSession | None = None
-        self._buffer: torch.Tensor | None = None
+        self._buffers: list[torch.Tensor] = []
+        self._received = 0
+        self._landing: Future[None] | None = None
+        self._failing = threading.Lock()
+        self._failed = False
         self._landed: set[str] = set()
+        self.seconds = PartSeconds()
         #: Digests of the tensors that arrived, as far as the update has any.
         self.digests: dict[str, str] = {}
         self._stopped = threading.Event()
@@ -97,7 +111,7 @@ class UpdateReceiver:
         return self._session
 
     def expect(self, bucket: int, digests: dict[str, str], spool: Path | None = None) -> None:
-        """Announce the next bucket. Returns at once."""
+        """Announce the next bucket. Returns at once. Over shm its ``digests`` come with it."""
         self._jobs.put(_Job(bucket, digests, spool))
 
     @property
@@ -117,14 +131,24 @@ class UpdateReceiver:
     # The thread
 
     def _run(self) -> None:
+        with ThreadPoolExecutor(1, f"weightpush-land-{self.epoch}") as second, self._telling() as where:
+            try:
+                if self._transport is not None:
+                    self._transport.open(self.begin.deadlines.rendezvous_s)
+                self._progress.update(epoch=self.epoch, connected=True)
+                while (job := self._next_job()) is not None:
+                    where["bucket"] = job.bucket
+                    self._take(job, second)
+            finally:
+                if self._transport is not None:
+                    self._transport.close()
+
+    @contextmanager
+    def _telling(self) -> Iterator[dict[str, object]]:
+        """Put what goes wrong in the block on record, with what the block adds to the dict that it gets."""
         where: dict[str, object] = {"worker_rank": self._rank}
         try:
-            if self._transport is not None:
-                self._transport.open(self.begin.deadlines.rendezvous_s)
-            self._progress.update(epoch=self.epoch, connected=True)
-            while (job := self._next_job()) is not None:
-                where["bucket"] = job.bucket
-                self._take(job)
+            yield where
         except WeightPushError as error:
             error.details.update(where)
             self._fail(error)
@@ -132,9 +156,6 @@ class UpdateReceiver:
             details = {**where, "exception": type(error).__name__}
             message = f"worker {self._rank} could not take a bucket: {type(error).__name__}: {error}"
             self._fail(WeightPushError(ErrorCode.LANDING_FAILED, message, details=details))
-        finally:
-            if self._transport is not None:
-                self._transport.close()
 
     def _next_job(self) -> _Job | None:
         """Wait for the next bucket, or ``None`` at the end; meanwhile look whether the trainer still lives."""
@@ -149,25 +170,46 @@ class UpdateReceiver:
             return None if self._stopped.is_set() else job
 
     def _fail(self, error: WeightPushError) -> None:
-        if self._stopped.is_set():
-            return  # Ended on purpose; the reason is already on record.
+        with self._failing:
+            if self._stopped.is_set() or self._failed:
+                return  # Ended on purpose, or by the other thread; the reason is already on record.
+            self._failed = True
         if self._transport is not None:
             self._transport.abort()
         self._progress.update(epoch=self.epoch, error=error.body().error)
 
-    def _take(self, job: _Job) -> None:
-        buffer, entries, digests = self._read_spool(job) if job.spool is not None else self._receive(job)
-        for spec, offset in entries:
-            self._check_digest(spec, buffer[offset : offset + spec.nbytes], digests.get(spec.name))
+    def _take(self, job: _Job, second: Executor) -> None:
+        """Receive a bucket and land it, or leave that to the ``second`` thread once that has landed the one before."""
+        with self.seconds.booking("receive"):
+            bucket = self._read_spool(job) if job.spool is not None else self._receive(job)
+        if job.spool is not None or isinstance(self._transport, BorrowingReceiver):
+            self._land(job, bucket)
+            return
+        if self._landing is not None:
+            self._landing.result()
+        if not self._failed:
+            self._landing = second.submit(self._land_and_tell, job, bucket)
+
+    def _land_and_tell(self, job: _Job, bucket: _Bucket) -> None:
+        with self._telling() as where:
+            where["bucket"] = job.bucket
+            self._land(job, bucket)
+
+    def _land(self, job: _Job, bucket: _Bucket) -> None:
+        buffer, entries, digests = bucket
+        with self.seconds.booking("digest"):
+            self._check_digests(buffer, entries, digests)
         if self._copy is not None:
-            for spec, offset in entries:
-                self._copy.add(spec, buffer[offset : offset + spec.nbytes])
+            with self.seconds.booking("copy"):
+                for spec, offset in entries:
+                    self._copy.add(spec, buffer[offset : offset + spec.nbytes])
         if not self._staged:
             shared = isinstance(self._transport, BorrowingReceiver)
-            self.session.land(self._until_stopped(buffer, entries), read_only=shared)
-            if self._device.type == "cuda":
-                # Copies are queued; the buffer is reused and progress is told only when they are done.
-                torch.cuda.synchronize(self._device)
+            with self.seconds.booking("land"):
+                self.session.land(self._until_stopped(buffer, entries), read_only=shared)
+                if self._device.type == "cuda":
+                    # Copies are queued; the buffer is reused and progress is told only when they are done.
+                    torch.cuda.synchronize(self._device)
         if isinstance(self._transport, BorrowingReceiver):
             self._transport.give_back(job.bucket)
         self._landed.update(spec.name for spec, _ in entries)
@@ -183,25 +225,32 @@ class UpdateReceiver:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a bucket's tensors for landing, but none any more once the update was given up."""
         for spec, offset in entries:
-            if self._stopped.is_set():
+            if self._stopped.is_set() or self._failed:
                 raise WeightPushError(ErrorCode.ABORTED, "the update was given up while a bucket was landing")
             yield spec.name, view_tensor(buffer, offset, spec)
 
-    def _receive(self, job: _Job) -> tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]:
+    def _receive(self, job: _Job) -> _Bucket:
         assert self._transport is not None  # A collective job is only made for a collective transport.
         manifest = self.begin.manifest
         nbytes, timeout_s = manifest.buckets[job.bucket].nbytes, self.begin.deadlines.bucket_s
         if isinstance(self._transport, BorrowingReceiver):
-            lent = self._transport.borrow(job.bucket, nbytes, timeout_s)
-            return lent, manifest.bucket_tensors(job.bucket), job.digests
-        if self._buffer is None:
+            entries = manifest.bucket_tensors(job.bucket)
+            # It was announced before the trainer began to gather it, which may take as long as its lease.
+            timeout_s = max(timeout_s, self.begin.deadlines.lease_s)
+            frame = self._transport.borrow(job.bucket, frame_bytes(nbytes, len(entries)), timeout_s)
+            digests = read_digests(frame, nbytes, len(entries))
+            return frame[:nbytes], entries, dict(zip((spec.name for spec, _ in entries), digests, strict=True))
+        turn = self._received % 2
+        if turn == len(self._buffers):
             largest = max(bucket.nbytes for bucket in manifest.buckets)
-            self._buffer = torch.empty(largest, dtype=torch.uint8, device=self._wire_device)
-        buffer = self._buffer[:nbytes]
+            self._buffers.append(torch.empty(largest, dtype=torch.uint8, device=self._wire_device))
+        # The bucket before the last one has landed: see `_take`.
+        buffer = self._buffers[turn][:nbytes]
+        self._received += 1
         self._transport.receive(job.bucket, buffer, timeout_s)
         return buffer, manifest.bucket_tensors(job.bucket), job.digests
 
-    def _read_spool(self, job: _Job) -> tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]:
+    def _read_spool(self, job: _Job) -> _Bucket:
         assert job.spool is not None
         size = job.spool.stat().st_size
         raw = torch.from_file(str(job.spool), shared=True, size=size, dtype=torch.uint8)
@@ -241,20 +290,28 @@ class UpdateReceiver:
         for spec, _ in manifest.bucket_tensors(number):
             yield spec
 
-    def _check_digest(self, spec: TensorSpec, raw: torch.Tensor, expected: str | None) -> None:
+    def _check_digests(
+        self, buffer: torch.Tensor, entries: list[tuple[TensorSpec, int]], expected: dict[str, str]
+    ) -> None:
         if self.begin.digest is DigestKind.NONE:
             return
-        if expected is None:
-            message = f"no digest came with {spec.name!r}; send digests, or begin with digest 'none'"
-            raise WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details={"tensor": spec.name})
+        for spec, _ in entries:
+            if spec.name not in expected:
+                message = f"no digest came with {spec.name!r}; send digests, or begin with digest 'none'"
+                raise WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details={"tensor": spec.name})
         # Only one worker's bytes of a staged update ever land.
-        looks = self._copy is not None or not self._staged
-        found = tensor_digest(raw) if looks else expected
-        if found != expected:
-            message = f"{spec.name!r} arrived changed: digest {found}, the trainer says {expected}"
-            details = {"tensor": spec.name, "expected": expected, "given": found}
-            raise WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details=details)
-        self.digests[spec.name] = found
+        if self._copy is not None or not self._staged:
+            found = bucket_digests(buffer, [(offset, spec.nbytes) for spec, offset in entries])
+            for (spec, _), digest in zip(entries, found, strict=True):
+                if digest != expected[spec.name]:
+                    raise _changed(spec.name, digest, expected[spec.name])
+        self.digests.update({spec.name: expected[spec.name] for spec, _ in entries})
+
+
+def _changed(name: str, found: str, expected: str) -> WeightPushError:
+    message = f"{name!r} arrived changed: digest {found}, the trainer says {expected}"
+    details = {"tensor": name, "expected": expected, "given": found}
+    return WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details=details)
 
 
 def _mismatch(code: ErrorCode, bucket: int, name: str, what: str) -> WeightPushError:

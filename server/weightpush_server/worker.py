@@ -15,8 +15,9 @@ from typing import Any, Concatenate, ParamSpec
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
-from weightpush_protocol.messages import BeginRequest, CopyRole, ManifestAnswer, UpdateMode, VerifyRequest
+from weightpush_protocol.messages import BeginCall, BeginRequest, CopyRole, ManifestAnswer, UpdateMode, VerifyRequest
 from weightpush_protocol.transports.base import check_available
+from weightpush_protocol.transports.frames import largest_frame
 from weightpush_server.ranks import server_rank
 from weightpush_server.receiver import UpdateReceiver
 from weightpush_server.reload import (
@@ -98,15 +99,24 @@ class WeightPushWorkerExtension:
         return {"manifest": answer.model_dump_json()}
 
     @_rpc
+    def weightpush_facts(self, manifest_digest: str) -> dict[str, Any]:
+        """Return what a manifest that was taken before adds up to. Raises ``unknown_manifest``."""
+        return {"facts": _state(self).manifests.find(manifest_digest).facts.model_dump()}
+
+    @_rpc
     def weightpush_check(self, epoch: int, begin_json: str) -> dict[str, Any]:
         """Refuse a push that this worker cannot take; return how its tensors would land. Changes no weight."""
-        begin = BeginRequest.model_validate_json(begin_json)
+        call = BeginCall.model_validate_json(begin_json)
         state = _state(self)
         state.enter(epoch)
+        brought = call.manifest
+        begin = call.with_manifest(state.manifests.find(call.manifest_digest or "") if brought is None else brought)
         _check_transport(begin, state)
         ways = _admit(state, begin.manifest.tensors, partial=state.partial(begin))
         state.host_copy(begin.manifest.nbytes, staged=begin.mode is UpdateMode.STAGED)
         state.checked = (epoch, begin)
+        if brought is not None:
+            state.manifests.keep(brought, len(begin_json))
         return {"ways": ways}
 
     @_rpc
@@ -129,6 +139,7 @@ class WeightPushWorkerExtension:
             receiver=receiver,
             copy=copy,
             digests=receiver.digests,
+            seconds=receiver.seconds,
         )
         state.start(update, begin.weight_version)
         receiver.connect()
@@ -189,13 +200,14 @@ class WeightPushWorkerExtension:
         update = state.current(epoch)
         state.check_quiet()
         state.taint(True)
-        session = start_reload(
-            state.model,
-            vllm_config=state.worker.vllm_config,
-            device=state.device,
-            plan=state.planner().plan(update.specs),
-            partial=update.partial,
-        )
+        with update.seconds.booking("open"):
+            session = start_reload(
+                state.model,
+                vllm_config=state.worker.vllm_config,
+                device=state.device,
+                plan=state.planner().plan(update.specs),
+                partial=update.partial,
+            )
         update.attach(session)
         return {}
 
@@ -216,12 +228,15 @@ class WeightPushWorkerExtension:
         return {}
 
     @_rpc
-    def weightpush_expect(self, epoch: int, bucket: int, digests: dict[str, str], spool: str | None) -> dict[str, Any]:
-        """Announce bucket ``bucket``. Returns at once."""
+    def weightpush_expect(
+        self, epoch: int, bucket: int, digests: dict[str, str], spool: str | None, count: int = 1
+    ) -> dict[str, Any]:
+        """Announce ``count`` buckets from ``bucket`` on. Returns at once."""
         receiver = _state(self).current(epoch).receiver
         if receiver is None:
             raise WeightPushError(ErrorCode.BUCKET_OUT_OF_ORDER, "a bucket was announced to an update that takes none")
-        receiver.expect(bucket, digests, Path(spool) if spool is not None else None)
+        for number in range(bucket, bucket + count):
+            receiver.expect(number, digests, Path(spool) if spool is not None else None)
         return {}
 
     @_rpc
@@ -236,8 +251,7 @@ class WeightPushWorkerExtension:
         return {
             "fingerprint": proof.fingerprint,
             "tensors": proof.tensors,
-            "seconds_postload": proof.seconds_postload,
-            "seconds_proof": proof.seconds_proof,
+            "seconds": {**update.seconds.spent, "postload": proof.seconds_postload, "proof": proof.seconds_proof},
         }
 
     @_rpc
@@ -317,9 +331,9 @@ def _check_transport(begin: BeginRequest, state: WorkerState) -> None:
             ErrorCode.INVALID_REQUEST, f"transport {begin.transport.name} needs the bucket plan in manifest.buckets"
         )
     room = begin.transport.buffer_bytes
-    largest = max((bucket.nbytes for bucket in begin.manifest.buckets), default=0)
+    largest = largest_frame(begin.manifest.buckets)
     if begin.transport.name == "shm" and room is not None and largest > room:
-        message = f"the largest bucket has {largest} bytes, the trainer's shared buffers hold {room}"
+        message = f"the largest bucket has {largest} bytes with its digests, the trainer's shared buffers hold {room}"
         raise WeightPushError(ErrorCode.INVALID_REQUEST, message, details={"bytes": largest, "buffer_bytes": room})
 
 

@@ -15,6 +15,7 @@ from weightpush_server.progress import ProgressWriter
 from weightpush_server.receiver import UpdateReceiver
 from weightpush_server.reload import ReloadProof, ReloadSession
 from weightpush_server.stored import OpenCheckpoint, StoredTensor
+from weightpush_server.timing import PartSeconds
 
 
 @dataclass
@@ -26,6 +27,7 @@ class WorkerUpdate:
         source: the stored tensors, once they are known; ``None`` while, or where, the receiver lands by itself.
         copy: what this update leaves in host memory; the server's first worker alone has it.
         digests: of the tensors that landed, as far as this rank knows them.
+        seconds: where the time of this worker goes; what its receiver does is booked there, too.
     """
 
     epoch: int
@@ -38,6 +40,7 @@ class WorkerUpdate:
     proof: ReloadProof | None = None
     take_digests: bool = False
     digests: dict[str, str] = field(default_factory=dict)
+    seconds: PartSeconds = field(default_factory=PartSeconds)
 
     @property
     def opened(self) -> ReloadSession:
@@ -90,9 +93,10 @@ class WorkerUpdate:
                     self.copy.add(entry.spec, tensor.reshape(-1).view(torch.uint8))
                 tensors.append((entry.spec.name, tensor.to(device)))
                 number += 1
-            self.opened.land(tensors)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            with self.seconds.booking("land"):
+                self.opened.land(tensors)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
             nbytes = sum(entry.spec.nbytes for entry in piece)
             progress.advance(epoch=self.epoch, buckets=0, tensors=len(piece), bytes=nbytes)
 

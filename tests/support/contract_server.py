@@ -27,10 +27,11 @@ from fastapi.responses import StreamingResponse
 from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import ProblemKind, TensorSpec, compare_manifest
+from weightpush_protocol.manifest import Manifest, ProblemKind, TensorSpec, compare_manifest
 from weightpush_protocol.messages import (
     AbortRequest,
     BeginAnswer,
+    BeginCall,
     BeginRequest,
     DigestKind,
     DiskReloadRequest,
@@ -54,6 +55,7 @@ from weightpush_protocol.messages import (
 )
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_protocol.transports.base import TransportConfig
+from weightpush_protocol.transports.frames import frame_bytes, read_digests
 from weightpush_protocol.transports.http import digests_from_metadata, parse_header
 
 TOKEN = "a-token-of-the-tests"
@@ -170,6 +172,7 @@ class ContractServer:
         self.calls: list[str] = []
         self.authorizations: set[str | None] = set()
         self.begins: list[BeginRequest] = []
+        self.known: dict[str, Manifest] = {}
         self.loads: list[DiskReloadRequest] = []
         self.rollbacks: list[RollbackRequest] = []
         self.weights: dict[str, torch.Tensor] = {}
@@ -323,7 +326,11 @@ class ContractServer:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     async def _begin(self, request: Request) -> Response:
-        begin = BeginRequest.model_validate_json(await request.body())
+        call = BeginCall.model_validate_json(await request.body())
+        manifest = call.manifest or self.known.get(call.manifest_digest or "")
+        if manifest is None:
+            raise WeightPushError(ErrorCode.UNKNOWN_MANIFEST, "no such manifest; send it")
+        begin = call.with_manifest(manifest)
         update = self._update
         if update is None or update.request.update_id != begin.update_id:
             self.begins.append(begin)
@@ -338,6 +345,7 @@ class ContractServer:
                 raise WeightPushError(
                     ErrorCode.MANIFEST_REJECTED, f"the manifest does not fit: {problems[0]}", details=details
                 )
+            self.known[manifest.digest()] = manifest
             self._epoch += 1
             update = self._update = _Update(begin, self._epoch)
             if begin.transport.name != "http":
@@ -371,8 +379,9 @@ class ContractServer:
             number = announced.bucket
             if number not in update.buckets:
                 await self._settled(update)
-                update.buckets.add(number)
-                update.pending = asyncio.ensure_future(self._receive(update, number, announced.digests))
+                numbers = range(number, number + announced.count)
+                update.buckets.update(numbers)
+                update.pending = asyncio.ensure_future(self._receive_all(update, numbers, announced.digests))
         else:
             query = request.query_params
             update = self._active(query["update_id"], int(query["epoch"]))
@@ -397,9 +406,17 @@ class ContractServer:
         )
         return Response(answer.model_dump_json(), media_type="application/json")
 
+    async def _receive_all(self, update: _Update, numbers: Sequence[int], digests: dict[str, str]) -> None:
+        for number in numbers:
+            if self._update is update:
+                await self._receive(update, number, digests)
+
     async def _receive(self, update: _Update, number: int, digests: dict[str, str]) -> None:
         manifest, deadlines = update.request.manifest, update.request.deadlines
-        nbytes = manifest.buckets[number].nbytes
+        nbytes, entries = manifest.buckets[number].nbytes, manifest.bucket_tensors(number)
+        framed = update.request.transport.name == "shm"
+        if framed:
+            nbytes = frame_bytes(nbytes, len(entries))
         calls = [self._in_thread(worker, "receive", number, nbytes, deadlines.bucket_s) for worker in self.workers]
         copies = await asyncio.gather(*calls, return_exceptions=True)
         try:
@@ -408,9 +425,15 @@ class ContractServer:
                     raise copy
                 data = bytes(copy) if isinstance(copy, bytes) else copy.numpy().tobytes()
                 self.bytes_received += len(data)
+                if framed:
+                    frame = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                    found = read_digests(frame, manifest.buckets[number].nbytes, len(entries))
+                    digests = dict(zip((spec.name for spec, _ in entries), found, strict=True))
                 self._land(update, number, data, digests)
         except WeightPushError as error:
             self._end(error)
+            # Workers of a real server are told, and hang up.
+            await asyncio.gather(*(self._in_thread(worker, "close") for worker in self.workers))
 
     def _land(self, update: _Update, number: int, data: bytes, digests: dict[str, str]) -> None:
         for spec, offset in update.request.manifest.bucket_tensors(number):

@@ -41,6 +41,8 @@ from weightpush_protocol.state import ServerState
 # Errors of ``begin`` after which the server may hold the update all the same.
 _UNCERTAIN: Final = frozenset({ErrorCode.UNREACHABLE, ErrorCode.PROTOCOL_ERROR, ErrorCode.INTERNAL})
 
+#: From this many tensors on a manifest takes longer than a call that is answered with ``unknown_manifest``.
+_WORTH_A_CALL: Final = 256
 T = TypeVar("T")
 
 
@@ -164,33 +166,33 @@ class Update:
             WeightPushError: what a server, the transport or the source says; anything that they or the progress
                 callback raise.
         """
-        delivery = self._delivery()
-        lender = delivery.lender(device)
+        with self._delivering() as delivery:
+            lender = delivery.lender(device)
 
-        def lend(nbytes: int) -> torch.Tensor:
-            assert lender is not None
-            with self.waiting():
-                return lender(nbytes)
+            def lend(number: int) -> torch.Tensor:
+                assert lender is not None
+                with self.waiting():
+                    return lender(number)
 
-        def deliver(number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
-            with self.waiting():
-                delivery(number, buffer, digests)
+            def deliver(number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
+                with self.waiting():
+                    delivery(number, buffer, digests)
 
-        stream = BucketStream(
-            source,
-            outgoing,
-            self._request.manifest,
-            deliver=deliver,
-            interrupt=self._interrupt,
-            delivered=self._delivered,
-            digest=self._request.digest,
-            device=device,
-            buffers=buffers,
-            lend=lend if lender is not None else None,
-        )
-        self._report(PushPhase.STREAM)
-        self.digests = stream.digests
-        stream.run()
+            stream = BucketStream(
+                source,
+                outgoing,
+                self._request.manifest,
+                deliver=deliver,
+                interrupt=self._interrupt,
+                delivered=self._delivered,
+                digest=self._request.digest,
+                device=device,
+                buffers=buffers,
+                lend=lend if lender is not None else None,
+            )
+            self._report(PushPhase.STREAM)
+            self.digests = stream.digests
+            stream.run()
         times = stream.seconds
         self._seconds |= {"gather": times.gather, "digest": times.digest, "send": times.send, "wait": times.wait}
 
@@ -293,7 +295,7 @@ class Update:
     def _call_begin(self) -> list[BeginAnswer]:
         async def begin(index: int, server: ServerApi) -> BeginAnswer:
             try:
-                answer = await server.begin(self._request.model_copy(update={"transport": self._configs[index]}))
+                answer = await _begin(server, self._request.model_copy(update={"transport": self._configs[index]}))
             except PushError as error:
                 if error.code not in _UNCERTAIN:
                     self._may_hold.discard(index)
@@ -304,9 +306,20 @@ class Update:
 
         return self._fleet.call(begin, self._scope)
 
-    def _delivery(self) -> Delivery:
+    @contextmanager
+    def _delivering(self) -> Iterator[Delivery]:
         update = OpenUpdate(self._update_id, tuple(self._epochs), self._request.deadlines.bucket_s, self._scope)
-        return Delivery(self._links, self._fleet, update, self._request.manifest, self._interrupt)
+        delivery = Delivery(self._links, self._fleet, update, self._request.manifest, self._interrupt)
+        with self.waiting():
+            delivery.__enter__()
+        try:
+            yield delivery
+        except BaseException as error:
+            with self.waiting():
+                delivery.__exit__(type(error), error, None)  # Raises a server's reason where there is one.
+            raise
+        with self.waiting():
+            delivery.__exit__(None, None, None)
 
     def _delivered(self, number: int) -> None:
         bucket = self._request.manifest.buckets[number]
@@ -389,3 +402,14 @@ def not_committed(
     if len(pairs) > 1:
         error.details |= {"committed": committed, "failed": [name for name, _ in errors]}
     return error
+
+
+async def _begin(server: ServerApi, request: BeginRequest) -> BeginAnswer:
+    """Begin with the manifest's digest, which a server that took it before knows, else with the manifest itself."""
+    if len(request.manifest.tensors) >= _WORTH_A_CALL:
+        try:
+            return await server.begin(request.by_digest())
+        except PushError as error:
+            if error.code is not ErrorCode.UNKNOWN_MANIFEST:
+                raise
+    return await server.begin(request)
