@@ -34,6 +34,8 @@ from weightpush_server.timing import PartSeconds
 
 #: How often a waiting worker looks whether its trainer still lives, in seconds.
 _LOOK_S: Final = 0.25
+#: How long the trainer's own reason for hanging up is waited for, in seconds.
+_REASON_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,9 @@ class UpdateReceiver:
             return None if self._stopped.is_set() else job
 
     def _fail(self, error: WeightPushError) -> None:
+        if error.code is ErrorCode.TRANSPORT_FAILED and isinstance(self._transport, BorrowingReceiver):
+            # A trainer that gives up hangs up first, and then says why: that ends this thread, and tells more.
+            self._stopped.wait(_REASON_S)
         with self._failing:
             if self._stopped.is_set() or self._failed:
                 return  # Ended on purpose, or by the other thread; the reason is already on record.

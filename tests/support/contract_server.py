@@ -431,6 +431,11 @@ class ContractServer:
                     digests = dict(zip((spec.name for spec, _ in entries), found, strict=True))
                 self._land(update, number, data, digests)
         except WeightPushError as error:
+            if framed and error.code is ErrorCode.TRANSPORT_FAILED:
+                # A trainer that gives up hangs up first, and then says why.
+                await asyncio.sleep(0.5)
+                if self._update is not update:
+                    return
             self._end(error)
             # Workers of a real server are told, and hang up.
             await asyncio.gather(*(self._in_thread(worker, "close") for worker in self.workers))
