@@ -3,5 +3,6 @@
 Imports torch and pydantic; never vLLM or FastAPI. It is all that a third party needs to write another client.
 """
 
-#: Version of the wire contract; a client refuses a server that speaks another major version.
-PROTOCOL_VERSION = "1.0"
+#: Version of the wire contract. A server must speak the client's major version, and at least its minor one; see
+#: `weightpush_protocol.versions`.
+PROTOCOL_VERSION = "1.1"

@@ -14,6 +14,7 @@ too_large                  413    body, manifest or name over a limit; nothing c
 slow_body                  408    a body did not come in time; nothing changed (a bucket: update failed)
 too_many_calls             429    too many control calls at the same time; nothing changed
 invalid_request            422    the body does not fit the schema; nothing changed
+protocol_mismatch          422    client and server speak versions that do not fit; nothing changed
 manifest_rejected          422    names, shapes or dtypes do not fit this model; nothing changed
 layout_unknown             422    the server cannot say what its model expects; nothing changed
 reload_refused             422    this model or server cannot be reloaded safely; nothing changed
@@ -83,6 +84,7 @@ class ErrorCode(StrEnum):
     SLOW_BODY = "slow_body"
     TOO_MANY_CALLS = "too_many_calls"
     INVALID_REQUEST = "invalid_request"
+    PROTOCOL_MISMATCH = "protocol_mismatch"
     MANIFEST_REJECTED = "manifest_rejected"
     LAYOUT_UNKNOWN = "layout_unknown"
     RELOAD_REFUSED = "reload_refused"
@@ -135,6 +137,7 @@ class ErrorCode(StrEnum):
 
 _REFUSALS = {
     ErrorCode.INVALID_REQUEST,
+    ErrorCode.PROTOCOL_MISMATCH,
     ErrorCode.MANIFEST_REJECTED,
     ErrorCode.LAYOUT_UNKNOWN,
     ErrorCode.RELOAD_REFUSED,

@@ -51,6 +51,7 @@ UpdateId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 #: What JSON readers of any language can hold.
 Epoch = Annotated[int, Field(ge=0, lt=2**53)]
 BucketNumber = Annotated[int, Field(ge=0, lt=2**31)]
+ProtocolVersion = Annotated[str, Field(pattern=r"^[0-9]{1,9}\.[0-9]{1,9}$")]
 #: Digest of one tensor, see ``weightpush_protocol.digest``.
 TensorDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 #: Name of a manifest, see ``Manifest.digest``.
@@ -120,7 +121,8 @@ class BeginCall(_Request):
     restarted; of any other it says ``unknown_manifest``, and nothing has changed: send the whole one then.
 
     ``partial``: the manifest may leave out tensors, which then stay as they are. The server refuses if it cannot keep
-    them exactly. Otherwise the manifest must be a complete checkpoint.
+    them exactly. Otherwise the manifest must be a complete checkpoint. ``protocol``: the client's version of this
+    contract; a server that cannot do all that this version holds refuses.
     """
 
     weight_version: WeightVersion
@@ -133,6 +135,7 @@ class BeginCall(_Request):
     digest: DigestKind = DigestKind.WP64
     partial: bool = False
     update_id: UpdateId | None = None
+    protocol: ProtocolVersion | None = None
 
     @model_validator(mode="after")
     def _one_manifest(self) -> Self:
@@ -209,6 +212,21 @@ class StreamAnswer(_Answer):
     tensors_total: int
     bytes_done: int
     bytes_total: int
+
+
+class KeepRequest(_Request):
+    """``POST /reload/keep``: the trainer is there, and waits for others; renews the lease and does nothing else."""
+
+    update_id: UpdateId
+    epoch: Epoch | None = None
+
+
+class KeepAnswer(_Answer):
+    """The update runs; its lease ends ``lease_s`` seconds from now."""
+
+    update_id: str
+    epoch: int
+    lease_s: float
 
 
 class PrepareRequest(_Request):

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.limits import REPORT_S
 from weightpush_protocol.manifest import ManifestFacts
 from weightpush_protocol.messages import (
     AbortRequest,
@@ -18,6 +20,8 @@ from weightpush_protocol.messages import (
     DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
+    KeepAnswer,
+    KeepRequest,
     LastError,
     ManifestAnswer,
     PrepareAnswer,
@@ -33,6 +37,7 @@ from weightpush_protocol.messages import (
 )
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_protocol.transports.http import LENGTH_BYTES, header_bytes, parse_header
+from weightpush_protocol.versions import mismatch
 from weightpush_server.completion import Completion
 from weightpush_server.disk_reload import DiskReloads
 from weightpush_server.engine import Engine
@@ -114,6 +119,8 @@ class Coordinator:
 
     async def begin(self, request: BeginCall, facts: ManifestFacts) -> BeginAnswer:
         """Check, rendezvous, close the gate, drain, open; or refuse. ``facts`` are those of its manifest."""
+        if request.protocol is not None and (why := mismatch(client=request.protocol, server=PROTOCOL_VERSION)):
+            raise WeightPushError(ErrorCode.PROTOCOL_MISMATCH, why)
         update_id = request.update_id or uuid.uuid4().hex
         # Off the event loop: a manifest may have hundreds of thousands of tensors.
         body = await asyncio.to_thread(request.model_dump_json)
@@ -165,7 +172,7 @@ class Coordinator:
         await self._life.rpc(update_id, deadlines.rendezvous_s, "weightpush_connect", epoch)
         # The workers give up by themselves, with the reason; the extra seconds only let them say so.
         await self._life.workers(
-            update_id, lambda worker: worker.connected, deadlines.rendezvous_s + 2, ErrorCode.RENDEZVOUS_FAILED
+            update_id, lambda worker: worker.connected, deadlines.rendezvous_s + REPORT_S, ErrorCode.RENDEZVOUS_FAILED
         )
         staged = update.mode is UpdateMode.STAGED
         if not staged:
@@ -229,6 +236,15 @@ class Coordinator:
                 request.count,
             )
         return self._progress(update, request.bucket)
+
+    def keep(self, request: KeepRequest) -> KeepAnswer:
+        """Renew the lease of an update.
+
+        Raises:
+            WeightPushError: ``stale_update`` or ``update_failed``: it does not run; changes nothing.
+        """
+        with self._life.change(request.update_id, request.epoch) as (_, update):
+            return KeepAnswer(update_id=update.update_id, epoch=update.epoch, lease_s=update.deadlines.lease_s)
 
     def renew_lease(self, update_id: str) -> None:
         """Note that bytes of ``update_id`` arrive."""

@@ -30,8 +30,8 @@ RETRY_AFTER_S: Final = 1
 STATUS_PATH: Final = "/reload/status"
 #: Control calls that one API process answers at the same time, streams of events included.
 MAX_CONTROL_CALLS: Final = 64
-#: Not counted there, so that whoever looks, or ends an update, gets through.
-_ALWAYS_ANSWERED: Final = frozenset({("GET", STATUS_PATH), ("POST", "/reload/abort")})
+#: Not counted there, so that whoever looks, keeps an update or ends it gets through.
+_ALWAYS_ANSWERED: Final = frozenset({("GET", STATUS_PATH), ("POST", "/reload/keep"), ("POST", "/reload/abort")})
 
 # Routes of vLLM that never run the model and never change it; everything else is gated, also routes that a later vLLM
 # or another plugin adds.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.limits import SETTLE_S, publish_s
 from weightpush_protocol.messages import FinishAnswer, InFlight
 from weightpush_protocol.state import Phase
 from weightpush_server.drain import drain
@@ -17,11 +18,6 @@ from weightpush_server.log import logger
 from weightpush_server.records import UpdateRecord
 from weightpush_server.shared_state import SharedState
 from weightpush_server.timing import slowest
-
-#: What the last step may take beyond ``commit_s``, in seconds: half of it done, going on is better than failing.
-_PUBLISH_S: Final = 30.0
-#: How long a commit waits for the copies to be put in their places, in seconds; the new weights serve already.
-_SETTLE_S: Final = 5.0
 
 Hook = Callable[[], Awaitable[None]]
 _T = TypeVar("_T")
@@ -87,7 +83,7 @@ class Publisher:
         done, _ = await asyncio.wait({publishing}, timeout=update.deadlines.commit_s)
         running = self._shared.control().update
         if not done and running is not None and running.epoch == update.epoch and running.phase is Phase.PUBLISHING:
-            done, _ = await asyncio.wait({publishing}, timeout=_PUBLISH_S)
+            done, _ = await asyncio.wait({publishing}, timeout=publish_s(update.deadlines))
         if publishing not in done:
             publishing.add_done_callback(swallow)
             raise WeightPushError(
@@ -129,7 +125,7 @@ class Publisher:
         )
         settling = asyncio.ensure_future(self._engine.call("weightpush_settle"))
         settling.add_done_callback(swallow)
-        await asyncio.wait({settling}, timeout=_SETTLE_S)
+        await asyncio.wait({settling}, timeout=SETTLE_S)
         return answer
 
 

@@ -25,6 +25,8 @@ from weightpush_protocol.messages import (
     Epoch,
     FinishAnswer,
     FinishRequest,
+    KeepAnswer,
+    KeepRequest,
     ManifestAnswer,
     PrepareAnswer,
     PrepareRequest,
@@ -204,6 +206,14 @@ async def _spooled(request: Request, context: ServerContext, where: _StreamQuery
         if error.code is ErrorCode.SLOW_BODY:
             await coordinator.lose(update, error)
         raise
+
+
+@router.post("/keep", responses=responses(KeepAnswer), openapi_extra=json_body(KeepRequest))
+async def keep(request: Request) -> Response:
+    """Renew the lease of an update while its trainer waits for other servers."""
+    context = _context(request)
+    body = await _small_body(request, KeepRequest)
+    return _json(context.coordinator.keep(body))
 
 
 @router.post("/prepare", responses=responses(PrepareAnswer), openapi_extra=json_body(PrepareRequest))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Final
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.limits import SETTLE_S
 from weightpush_protocol.messages import CopyRole, DigestKind, FinishAnswer, RollbackRequest, UpdateMode
 from weightpush_protocol.state import ServerState
 from weightpush_server.engine import Engine
@@ -17,9 +17,6 @@ from weightpush_server.log import logger
 from weightpush_server.publishing import Hook, Publisher
 from weightpush_server.records import FROM_COPY, ControlRecord, UpdateRecord
 from weightpush_server.stored import StoredCheckpoint
-
-#: Until the workers have put their copies in their places, in seconds.
-_SETTLE_S: Final = 10.0
 
 Make = Callable[[ControlRecord], UpdateRecord]
 Find = Callable[[UpdateRecord], Awaitable[StoredCheckpoint]]
@@ -104,7 +101,7 @@ class StoredUpdates:
         digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
         if self._life.idle:
             # The copy of what was committed a moment ago may not be in its place yet.
-            await self._engine.call_within(_SETTLE_S, "weightpush_settle")
+            await self._engine.call_within(2 * SETTLE_S, "weightpush_settle")
 
         def make(control: ControlRecord) -> UpdateRecord:
             role = CopyRole.SERVED if control.state is ServerState.FAILED else CopyRole.PREVIOUS

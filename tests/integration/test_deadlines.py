@@ -20,7 +20,7 @@ from weightpush_client import Deadlines, ErrorCode, PushError, PushProgress, Wei
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Deadlines:
     """Deadlines of seconds, and little slack on top of them."""
-    for module in (http, delivery, update):
+    for module in (http, delivery):
         monkeypatch.setattr(module, "SLACK_S", 0.5)
     for name in ("STATUS_S", "MANIFEST_S"):
         monkeypatch.setattr(http, name, 2.0)

@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import httpx
 import pytest
 import torch
 
 from integration.conftest import PROMPTS, TOKEN, Checkpoints
+from support.contract_server import ContractServer, ReceiverProcess
 from support.raw import read_tensors
 from support.server import ServerProcess
 from support.traffic import Traffic
-from weightpush_client import ErrorCode, PushError, PushPhase, PushProgress, PushReport, WeightPusher, http
+from weightpush_client import ErrorCode, PushError, PushPhase, PushProgress, PushReport, WeightPusher
+from weightpush_client import http as client_http
 from weightpush_client.sources import open_source
-from weightpush_protocol.messages import Deadlines
+from weightpush_protocol.messages import Deadlines, ManifestAnswer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -332,7 +335,7 @@ def open_pairs(checkpoints: Checkpoints) -> Iterator[tuple[str, torch.Tensor]]:
 def test_a_server_that_hangs_is_given_up_and_loses_its_lease(
     fleet: list[ServerProcess], checkpoints: Checkpoints, cold_b: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "STATUS_S", 5.0)
+    monkeypatch.setattr(client_http, "STATUS_S", 5.0)
     first, stuck, last = fleet
     deadlines = Deadlines(bucket_s=6, lease_s=4, commit_s=20, rendezvous_s=20)
     with pusher_for(fleet, on_server_failure="exclude", deadlines=deadlines) as pusher:
@@ -352,3 +355,33 @@ def test_a_server_that_hangs_is_given_up_and_loses_its_lease(
         assert stuck.wait_state("failed", timeout_s=60)["last_error"]["code"] in ("lease_lost", "transport_failed")
         assert [part.url for part in pusher.catch_up(checkpoints.b).servers] == [stuck.url]
     serves(stuck, "B", cold_b)
+
+
+@pytest.mark.parametrize("hung_at", ["rendezvous", "stream"])
+def test_one_hung_worker_is_left_out_and_not_those_that_wait_for_it(
+    fleet: list[ServerProcess], checkpoints: Checkpoints, cold_b: dict[str, str], hung_at: str
+) -> None:
+    """Its server answers, so nobody says whose fault it is: the trainer's end knows whom it waited for."""
+    first, second, _ = fleet
+    with httpx.Client(base_url=first.url, headers=first.headers(), **first.how) as client:
+        expected = ManifestAnswer.model_validate_json(client.get("/reload/manifest").text)
+    worker = ReceiverProcess()
+    worker.call("close")  # It has started.
+    stuck = ContractServer(expected.tensors, optional=expected.optional, workers=[worker], token=TOKEN)
+    deadlines = Deadlines(rendezvous_s=4, bucket_s=3, commit_s=30)
+    if hung_at == "rendezvous":
+        worker.pause()
+    try:
+        urls = [stuck.url, first.url, second.url]
+        with WeightPusher(
+            urls, token=TOKEN, transport="gloo", on_server_failure="exclude", deadlines=deadlines, bucket_bytes=40_000
+        ) as pusher:
+            progress = at(PushPhase.STREAM, 1, worker.pause) if hung_at == "stream" else None
+            report = pusher.push(checkpoints.b, weight_version="B", progress=progress)
+        assert [part.url for part in report.excluded] == [stuck.url]
+        honest(report, [first, second])
+        for server in (first, second):
+            serves(server, "B", cold_b)
+    finally:
+        worker.kill()
+        stuck.close()

@@ -74,8 +74,8 @@ def each_call(server: ServerProcess, headers: dict[str, str], look: Callable[[An
 
 def test_the_description_is_complete(server: ServerProcess) -> None:
     document = describe(server)
-    names = ("status", "manifest", "verify", "begin", "stream", "prepare", "finish", "abort", "rollback", "events")
-    assert set(document["paths"]) >= {"/reload", *(f"/reload/{name}" for name in names)}
+    names = ("status", "manifest", "verify", "begin", "stream", "keep", "prepare", "finish", "abort", "rollback")
+    assert set(document["paths"]) >= {"/reload", "/reload/events", *(f"/reload/{name}" for name in names)}
     for path, item in document["paths"].items():
         for method, operation in item.items():
             assert operation["description"], path
@@ -103,8 +103,9 @@ def test_whatever_is_sent_is_answered_as_described_and_changes_nothing(
     assert each_call(server, server.headers(), look, examples=20) >= 8
     # What fits the description is understood, and what does not is refused for what it is.
     assert seen >= {("/reload/status", 200), ("/reload/manifest", 200), ("/reload/verify", 200)}
-    assert seen >= {(f"/reload/{name}", 422) for name in ("begin", "stream", "verify", "prepare", "finish", "abort")}
-    assert seen >= {(f"/reload/{name}", 409) for name in ("stream", "prepare", "finish", "abort")}
+    after_begin = ("stream", "keep", "prepare", "finish", "abort")
+    assert seen >= {(f"/reload/{name}", 422) for name in ("begin", "verify", *after_begin)}
+    assert seen >= {(f"/reload/{name}", 409) for name in after_begin}
     assert server.answer(PROMPTS[0]) == cold_a[PROMPTS[0]]
 
 
@@ -121,7 +122,7 @@ def test_calls_in_any_order_leave_a_server_that_a_push_repairs(
     server: ServerProcess, checkpoints: Checkpoints, cold_a: dict[str, str]
 ) -> None:
     tensors = read_tensors(checkpoints.a)
-    names = st.sampled_from(["begin", "stream", "stream", "prepare", "finish", "abort"])
+    names = st.sampled_from(["begin", "stream", "stream", "keep", "prepare", "finish", "abort"])
 
     @given(st.lists(st.tuples(names, st.integers(0, 3)), max_size=8))
     @bounded(15)

@@ -152,3 +152,41 @@ def test_an_answer_that_comes_meanwhile_is_refused(server: ServerProcess, checkp
             assert not running.done()
             update.finish().raise_for_status()
         assert running.result().headers["X-Weight-Version"] == f"{version}, B"
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_trainer_that_keeps_its_update_may_wait_for_others(
+    server: ServerProcess, checkpoints: Checkpoints, cold_b: dict[str, str], prepared: bool
+) -> None:
+    with streamed(server, checkpoints, deadlines={"lease_s": 1.5}) as update:
+        if prepared:
+            update.prepare().raise_for_status()
+        epoch = server.status()["update"]["epoch"]
+        for _ in range(10):
+            kept = update.keep(epoch)
+            kept.raise_for_status()
+            assert kept.json() == {"update_id": update.update_id, "epoch": epoch, "lease_s": 1.5}
+            time.sleep(0.3)
+        # Another epoch's call renews nothing, and what it asks for is not said to be.
+        assert error_of(update.keep(epoch - 1))["code"] == "stale_update"
+        update.finish().raise_for_status()
+    assert {prompt: server.answer(prompt) for prompt in PROMPTS} == cold_b
+    # It is over: a late call finds nothing to keep.
+    assert error_of(update.keep())["code"] == "stale_update"
+
+
+def test_who_does_not_keep_it_loses_it_and_cannot_get_it_back(server: ServerProcess, checkpoints: Checkpoints) -> None:
+    with streamed(server, checkpoints, mode="staged", deadlines={"lease_s": 0.5}) as update:
+        server.wait_state("serving")
+        late = error_of(update.keep())
+    assert (late["code"], late["details"]["cause"]["code"]) == ("update_failed", "lease_lost")
+    assert server.status()["update"] is None
+
+
+def test_a_begin_of_another_version_is_refused(server: ServerProcess, checkpoints: Checkpoints) -> None:
+    before = server.status()
+    for protocol in ("1.999", "2.0"):
+        refused = RawUpdate(server, read_tensors(checkpoints.b), version="B").begin(protocol=protocol)
+        assert (refused.status_code, error_of(refused)["code"]) == (422, "protocol_mismatch")
+        assert f"the server speaks protocol {before['protocol']}, the client {protocol}" in error_of(refused)["message"]
+    assert server.status() == before

@@ -161,7 +161,7 @@ def test_no_body_is_ever_unpickled(server: ServerProcess, tmp_path: Any) -> None
             return (open, (str(marker), "w"))
 
     evil = pickle.dumps(Evil())
-    routes = ("begin", "stream", "prepare", "finish", "abort", "rollback", "status", "manifest", "events", "")
+    routes = ("begin", "stream", "keep", "prepare", "finish", "abort", "rollback", "status", "manifest", "events", "")
     kinds = ("application/json", "application/octet-stream", "application/python-pickle")
     with server.client() as client:
         for route, kind, content in itertools.product(routes, kinds, (evil, base64.b64encode(evil))):
@@ -195,7 +195,19 @@ def test_of_two_begins_one_wins(server: ServerProcess, checkpoints: Checkpoints,
 @pytest.mark.case("C24", "C25", "C84")
 def test_every_control_route_of_the_real_server_needs_the_token(server: ServerProcess) -> None:
     with httpx.Client(trust_env=False) as client:
-        for route in ("begin", "stream", "prepare", "finish", "abort", "manifest", "events", "", "/begin", "rollback"):
+        for route in (
+            "begin",
+            "stream",
+            "keep",
+            "prepare",
+            "finish",
+            "abort",
+            "manifest",
+            "events",
+            "",
+            "/begin",
+            "rollback",
+        ):
             for prefix in ("/reload/", "//reload/", "/RELOAD/", "/./reload/"):
                 for method in ("GET", "POST", "HEAD", "OPTIONS"):
                     for headers in ({}, {"Authorization": "Bearer wrong"}):

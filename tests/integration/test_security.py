@@ -68,7 +68,7 @@ def test_every_route_of_the_application_has_a_rule(
 ) -> None:
     routes = routes_of(server)
     control = {(method, path) for method, path in routes if path.startswith("/reload")}
-    names = ("begin", "stream", "prepare", "finish", "abort")
+    names = ("begin", "stream", "keep", "prepare", "finish", "abort")
     assert {path for _, path in control} >= {f"/reload/{name}" for name in names}
     known = HARMLESS | GATED
     new = {f"{method} {path}" for method, path in set(routes) - control if method != "HEAD"} - known
@@ -220,6 +220,7 @@ def test_limits_of_a_body_hold_before_it_is_read(server: ServerProcess, checkpoi
         (where, "application/octet-stream", 8 * 2**30 + 1, 413, "too_large"),
         ("/reload/begin", "application/json", 128 * 2**20 + 1, 413, "too_large"),
         ("/reload/verify", "application/json", 128 * 2**20 + 1, 413, "too_large"),
+        ("/reload/keep", "application/json", 65537, 413, "too_large"),
         ("/reload/prepare", "application/json", 65537, 413, "too_large"),
         ("/reload/finish", "application/json", 65537, 413, "too_large"),
         ("/reload/abort", "application/json", 65537, 413, "too_large"),
@@ -242,7 +243,7 @@ def test_limits_of_a_body_hold_before_it_is_read(server: ServerProcess, checkpoi
 
 @pytest.mark.case("C24")
 def test_whoever_has_no_token_cannot_hold_a_body_open(server: ServerProcess) -> None:
-    for path in ("/reload/begin", "/reload/stream", "/reload/prepare", "/reload/finish"):
+    for path in ("/reload/begin", "/reload/stream", "/reload/keep", "/reload/prepare", "/reload/finish"):
         with open_body(server, path, {"Content-Length": str(2**30)}, b"x") as connection:
             assert answer_on(connection)[0] == 401
     assert spool_of(server) == []

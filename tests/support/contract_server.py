@@ -37,6 +37,8 @@ from weightpush_protocol.messages import (
     DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
+    KeepAnswer,
+    KeepRequest,
     LastError,
     LastUpdate,
     ManifestAnswer,
@@ -112,6 +114,11 @@ class ReceiverProcess:
             raise value
         return value
 
+    def pause(self) -> None:
+        """Stop it as a hung device does; only `kill` ends it then."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
     def kill(self) -> None:
         """End it at once, as the out-of-memory killer does."""
         if self._process.pid is not None:
@@ -134,6 +141,9 @@ class _Update:
         self.buckets: set[int] = set()
         self.pending: asyncio.Task[None] | None = None
         self.prepared = False
+        #: When (``time.monotonic``) the trainer's last call ended, and how many run: meanwhile the server is at work.
+        self.heard = time.monotonic()
+        self.at_work = 0
 
 
 class ContractServer:
@@ -215,6 +225,7 @@ class ContractServer:
             ("GET", "events"),
             ("POST", "begin"),
             ("POST", "stream"),
+            ("POST", "keep"),
             ("POST", "prepare"),
             ("POST", "finish"),
             ("POST", "abort"),
@@ -234,13 +245,27 @@ class ContractServer:
             try:
                 if name != "status" and self._token is not None and header != f"Bearer {self._token}":
                     raise WeightPushError(ErrorCode.UNAUTHORIZED, "the control token is missing or wrong")
-                if (hook := self.hooks.get(name)) and (answer := await hook()) is not None:
-                    return answer
-                return await handler(request)
+                update = self._update if name not in ("status", "manifest", "events") else None
+                if update is None:
+                    return await self._answer(name, handler, request)
+                if not update.at_work and time.monotonic() - update.heard > update.request.deadlines.lease_s:
+                    self._end(WeightPushError(ErrorCode.LEASE_LOST, "the trainer was silent"))
+                update.at_work += 1
+                try:
+                    answer = await self._answer(name, handler, request)
+                    update.heard = time.monotonic()
+                finally:
+                    update.at_work -= 1
+                return answer
             except WeightPushError as error:
                 return Response(error.body().model_dump_json(), error.http_status, media_type="application/json")
 
         return route
+
+    async def _answer(self, name: str, handler: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+        if (hook := self.hooks.get(name)) and (answer := await hook()) is not None:
+            return answer
+        return await handler(request)
 
     def status(self) -> Status:
         """Return what ``GET /reload/status`` says."""
@@ -406,6 +431,11 @@ class ContractServer:
                     digests = dict(zip((spec.name for spec, _ in entries), found, strict=True))
                 self._land(update, number, data, digests)
         except WeightPushError as error:
+            if framed and error.code is ErrorCode.TRANSPORT_FAILED:
+                # A trainer that gives up hangs up first, and then says why.
+                await asyncio.sleep(0.5)
+                if self._update is not update:
+                    return
             self._end(error)
             # Workers of a real server are told, and hang up.
             await asyncio.gather(*(self._in_thread(worker, "close") for worker in self.workers))
@@ -419,6 +449,12 @@ class ContractServer:
                 self._end(error)
                 raise error
             update.tensors[spec.name] = tensor.view(spec.torch_dtype).view(spec.shape)
+
+    async def _keep(self, request: Request) -> Response:
+        keep = KeepRequest.model_validate_json(await request.body())
+        update = self._active(keep.update_id, keep.epoch)
+        answer = KeepAnswer(update_id=keep.update_id, epoch=update.epoch, lease_s=update.request.deadlines.lease_s)
+        return Response(answer.model_dump_json(), media_type="application/json")
 
     async def _prepare(self, request: Request) -> Response:
         prepare = PrepareRequest.model_validate_json(await request.body())

@@ -81,6 +81,10 @@ class RawUpdate:
         for number in range(len(self.manifest.buckets)) if numbers is None else numbers:
             self.stream(number).raise_for_status()
 
+    def keep(self, epoch: int | None = None) -> httpx.Response:
+        """Send ``keep``."""
+        return self.client.post("/reload/keep", json={"update_id": self.update_id, "epoch": epoch})
+
     def prepare(self) -> httpx.Response:
         """Send ``prepare``."""
         return self.client.post("/reload/prepare", json={"update_id": self.update_id})

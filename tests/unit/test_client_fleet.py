@@ -18,7 +18,7 @@ import torch
 
 from support.contract_server import TOKEN, ContractServer, DroppingProxy, ReceiverProcess
 from unit.test_client_push import BUCKET_BYTES, assert_arrived, expected_specs, make_weights, our_threads
-from weightpush_client import Deadlines, ErrorCode, PushError, PushProgress, WeightPusher, http, update
+from weightpush_client import Deadlines, ErrorCode, PushError, PushProgress, WeightPusher, http
 from weightpush_client.access import ControlToken, Tls
 from weightpush_client.background import Stop, copied
 from weightpush_client.membership import Membership
@@ -117,7 +117,7 @@ def test_a_server_that_is_not_there_does_not_block(make: MakeServer) -> None:
 def test_a_server_that_hangs_is_given_up(make: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     from weightpush_client import delivery, pushing
 
-    for module in (http, delivery, update):
+    for module in (http, delivery):
         monkeypatch.setattr(module, "SLACK_S", 0.2)
     monkeypatch.setattr(http, "STATUS_S", 1.0)
     monkeypatch.setattr(pushing, "_SETTLE_S", 1.0)
@@ -304,19 +304,6 @@ def test_no_server_is_asked_to_commit_before_all_are_ready(make: MakeServer) -> 
     assert sorted(order[3:]) == ["commit 0", "commit 1", "commit 2"]
 
 
-def test_who_is_ready_keeps_its_lease_while_it_waits_for_a_slow_one(make: MakeServer) -> None:
-    quick, slow = make(), make()
-
-    async def linger() -> None:
-        await asyncio.sleep(2.0)
-
-    slow.hooks["prepare"] = linger
-    with pusher_for(quick, slow, deadlines=Deadlines(lease_s=1.0)) as pusher:
-        pusher.push(make_weights(), weight_version="v1")
-    assert slow.calls.count("prepare") == 1
-    assert quick.calls.count("prepare") > 2
-
-
 def test_a_lost_answer_to_prepare_is_asked_for_again(make: MakeServer) -> None:
     first, second = make(), make()
     proxy = DroppingProxy(second.port, {"POST /reload/prepare": 1}, "half")
@@ -362,6 +349,11 @@ def test_only_those_behind_are_brought_to_what_was_pushed_last(make: MakeServer)
         assert_arrived(late)
         # Going back by another way makes what was pushed last unknown.
         second.hooks["rollback"] = late.hooks["rollback"] = first.hooks["rollback"] = _refuse
+        with pytest.raises(PushError):
+            pusher.rollback()
+        # All of them refused, so nothing has changed.
+        assert pusher.catch_up(make_weights()).servers == ()
+        first.hooks.clear()
         with pytest.raises(PushError):
             pusher.rollback()
         with pytest.raises(PushError, match="pushed nothing yet"):

@@ -12,7 +12,7 @@ import torch
 
 from weightpush_client.align import agreed_manifest, align, majority
 from weightpush_client.catch_up import LastPush, catch_up_target, stale_for_partial, version_line
-from weightpush_client.policy import LOST_SERVERS, Witness, culprits, is_trainers, suspects
+from weightpush_client.policy import LOST_SERVERS, Witness, culprits, lost_by_silence, suspects
 from weightpush_client.report import PushError
 from weightpush_client.sources import open_source
 from weightpush_client.transport import Link, choose_transport
@@ -104,7 +104,8 @@ BROKE = WeightPushError(ErrorCode.TRANSPORT_FAILED, "worker rank 1 went away")
             ],
             {},
         ),
-        ([witness("a", error=(ErrorCode.LEASE_LOST, UPDATE))], {}),
+        # Nobody else can lose it for a server, but the trainer: that is asked first.
+        ([witness("a", error=(ErrorCode.LEASE_LOST, UPDATE)), witness("b")], {"a": ErrorCode.LEASE_LOST}),
     ],
 )
 def test_a_server_is_a_culprit_by_its_own_account(witnesses: list[Witness], named: dict[str, ErrorCode]) -> None:
@@ -139,15 +140,15 @@ def test_without_a_culprit_the_lost_the_silent_the_slowest_and_the_speaker_are_s
     assert suspects(WeightPushError(ErrorCode.INVALID_REQUEST, "no version"), witnesses) == {}
 
 
-def test_what_is_the_trainers_is_no_servers_failure() -> None:
-    assert is_trainers(ValueError("from the source"))
-    assert is_trainers(WeightPushError(ErrorCode.WEIGHTS_REJECTED, "two names"))
-    assert is_trainers(WeightPushError(ErrorCode.TRAINER_RANK_LOST, "rank 1"))
-    # Another rank of the trainer has ended the push.
-    assert is_trainers(PushError(ErrorCode.ABORTED, "rank 1: the trainer gave up", details={"rank": 1}))
-    assert not is_trainers(PushError(ErrorCode.RENDEZVOUS_FAILED, "joined twice", server="a", details={"rank": 1}))
-    assert not is_trainers(GONE)
-    assert not is_trainers(BROKE)
+def test_a_lost_lease_is_found_wherever_it_shows() -> None:
+    lost = PushError(ErrorCode.LEASE_LOST, "silent", server="a")
+    assert lost_by_silence(lost, UPDATE, [])
+    assert lost_by_silence(BROKE, UPDATE, [witness("a"), witness("b", error=(ErrorCode.LEASE_LOST, UPDATE))])
+    # Another update's, or no lost lease at all.
+    assert not lost_by_silence(BROKE, UPDATE, [witness("a", error=(ErrorCode.LEASE_LOST, "another"))])
+    assert not lost_by_silence(
+        BROKE, UPDATE, [witness("a", error=(ErrorCode.ABORTED, UPDATE)), Witness("b", "i", GONE)]
+    )
 
 
 def test_ranks_of_a_link_are_told_as_servers() -> None:

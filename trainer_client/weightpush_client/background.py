@@ -25,13 +25,15 @@ class Stop:
         self._lock = threading.Lock()
         self._interrupt: Callable[[], None] | None = None
         self._too_late = False
+        self._why = ""
         self.asked = False
 
-    def ask(self) -> bool:
+    def ask(self, why: str = "the push was cancelled") -> bool:
         """End the push soon; return False where that is too late. May be called again."""
         with self._lock:
             if self._too_late:
                 return False
+            self._why = self._why if self.asked else why
             self.asked = True
             interrupt = self._interrupt
         if interrupt is not None:
@@ -65,7 +67,7 @@ class Stop:
 
     def error(self) -> PushError:
         """Return the error of a push that was ended."""
-        return PushError(ErrorCode.ABORTED, "the push was cancelled")
+        return PushError(ErrorCode.ABORTED, self._why)
 
 
 class PushHandle:
@@ -96,8 +98,9 @@ class PushHandle:
         return self._future.result(timeout)
 
     def wait(self) -> None:
-        """Wait for the end, whatever it is, and for the thread."""
-        self._thread.join()
+        """Wait for the end, whatever it is, and for the thread; returns at once in that thread itself."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def cancel(self) -> bool:
         """Abort the push on all servers, as if it had failed; return False if they commit already, or have.

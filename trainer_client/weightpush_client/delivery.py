@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from weightpush_client.fleet import Fleet
-from weightpush_client.http import SLACK_S, ServerApi
+from weightpush_client.http import SLACK_S
 from weightpush_client.loop import CallScope
 from weightpush_client.policy import LOST_SERVERS
 from weightpush_client.report import PushError
@@ -279,7 +279,7 @@ def servers_reason(fleet: Fleet, update_id: str, scope: CallScope) -> PushError 
     """Return why a server ended update ``update_id``, or None where none says so within about two seconds."""
     deadline = time.monotonic() + _REASON_S
     while (left := deadline - time.monotonic()) > 0:
-        statuses = fleet.call_to_the_end(partial(_status_within, left), scope)
+        statuses = fleet.statuses(left, scope)
         for server, status in zip(fleet.servers, statuses, strict=True):
             if isinstance(status, Status) and (error := status.last_error) and error.update_id == update_id:
                 return PushError(
@@ -294,10 +294,6 @@ def servers_reason(fleet: Fleet, update_id: str, scope: CallScope) -> PushError 
             return None
         time.sleep(_POLL_S)
     return None
-
-
-async def _status_within(timeout_s: float, _: int, server: ServerApi) -> Status:
-    return await server.status(timeout_s)
 
 
 def _bytes_of(buffer: torch.Tensor) -> memoryview:

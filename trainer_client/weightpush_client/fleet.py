@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from weightpush_client.http import ServerApi
 from weightpush_client.loop import CallScope, LoopThread
+from weightpush_protocol.messages import Status
 
 T = TypeVar("T")
 Call = Callable[[int, ServerApi], Awaitable[T]]
@@ -42,6 +44,14 @@ class Fleet:
     def call_to_the_end(self, call: Call[T], scope: CallScope | None = None) -> list[T | Exception]:
         """Ask all servers and wait for every one; a failure takes the place of its result."""
         return self._loop.run(self._all(call), scope)
+
+    def statuses(self, within_s: float | None = None, scope: CallScope | None = None) -> list[Status | Exception]:
+        """Look at all servers, at most ``within_s`` seconds where given; a failure takes the place of its status."""
+        return self.call_to_the_end(lambda _, server: server.status(within_s), scope)
+
+    def beside(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+        """Run ``coroutine`` beside the caller where the calls run; cancelling the future cancels it."""
+        return self._loop.start(coroutine)
 
     async def _until_failure(self, call: Call[T]) -> list[T]:
         tasks = [asyncio.ensure_future(call(index, server)) for index, server in enumerate(self.servers)]

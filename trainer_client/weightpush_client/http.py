@@ -18,15 +18,18 @@ from pydantic import BaseModel, ValidationError
 from weightpush_client.access import ControlToken, Tls, explain_tls
 from weightpush_client.report import PushError
 from weightpush_client.urls import is_loopback
-from weightpush_protocol import PROTOCOL_VERSION
+from weightpush_protocol import PROTOCOL_VERSION, limits
 from weightpush_protocol.errors import ErrorBody, ErrorCode, ErrorDetail
 from weightpush_protocol.messages import (
     AbortRequest,
     BeginAnswer,
     BeginCall,
+    Deadlines,
     DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
+    KeepAnswer,
+    KeepRequest,
     ManifestAnswer,
     PrepareAnswer,
     PrepareRequest,
@@ -34,14 +37,14 @@ from weightpush_protocol.messages import (
     Status,
     StreamAnswer,
     StreamRequest,
+    UpdateMode,
     VerifyAnswer,
     VerifyRequest,
 )
+from weightpush_protocol.versions import READING, mismatch
 
 #: What an answer may take beyond the server's own deadlines, in seconds.
 SLACK_S: Final = 10.0
-#: What a server takes beyond those deadlines before and after it drains, where tensors lie on its host, in seconds.
-STORED_S: Final = 50.0
 STATUS_S: Final = 10.0
 MANIFEST_S: Final = 60.0
 #: Reading all weights once, at a few GB/s on a slow machine.
@@ -109,13 +112,24 @@ class ServerApi:
     async def status(self, timeout_s: float | None = None) -> Status:
         """Return the status, whether the server serves or not; within ``STATUS_S`` seconds where none are given."""
         status = await self._call("GET", "/reload/status", Status, timeout_s or STATUS_S, accept_503=True)
-        if status.protocol.partition(".")[0] != PROTOCOL_VERSION.partition(".")[0]:
-            raise self._error(
-                ErrorCode.PROTOCOL_ERROR,
-                f"the server speaks protocol {status.protocol}, this client {PROTOCOL_VERSION}: "
-                "install matching versions of weightpush",
-            )
+        self._check_version(status, READING)
         return status
+
+    async def ready_to_push(self) -> Status:
+        """Return the status of a server that speaks a version in which weights can be pushed to it.
+
+        Raises:
+            PushError: ``protocol_mismatch``: it does not.
+        """
+        status = await self.status()
+        self._check_version(status, PROTOCOL_VERSION)
+        return status
+
+    def _check_version(self, status: Status, needed: str) -> None:
+        if mismatch(client=needed, server=status.protocol):
+            raise self._error(
+                ErrorCode.PROTOCOL_MISMATCH, mismatch(client=PROTOCOL_VERSION, server=status.protocol) or ""
+            )
 
     async def manifest(self) -> ManifestAnswer:
         """Return the checkpoint that this server expects."""
@@ -127,8 +141,7 @@ class ServerApi:
 
     async def begin(self, request: BeginCall) -> BeginAnswer:
         """Open an update; the answer comes when the model is open."""
-        limits = request.deadlines
-        timeout_s = limits.rendezvous_s + limits.drain_s + limits.commit_s + SLACK_S
+        timeout_s = limits.begin_s(request.deadlines) + SLACK_S
         return await self._call("POST", "/reload/begin", BeginAnswer, timeout_s, body=request)
 
     async def announce(self, request: StreamRequest, timeout_s: float) -> StreamAnswer:
@@ -156,25 +169,28 @@ class ServerApi:
             length=sum(len(part) for part in parts),
         )
 
-    async def prepare(self, request: PrepareRequest, timeout_s: float) -> PrepareAnswer:
+    async def keep(self, request: KeepRequest, timeout_s: float) -> KeepAnswer:
+        """Renew the update's lease."""
+        return await self._call("POST", "/reload/keep", KeepAnswer, timeout_s, body=request)
+
+    async def prepare(self, request: PrepareRequest, deadlines: Deadlines, mode: UpdateMode) -> PrepareAnswer:
         """Take the update as far as it goes without committing it."""
+        timeout_s = limits.prepare_s(deadlines, mode) + SLACK_S
         return await self._call("POST", "/reload/prepare", PrepareAnswer, timeout_s, body=request)
 
-    async def finish(self, request: FinishRequest, timeout_s: float) -> FinishAnswer:
+    async def finish(self, request: FinishRequest, deadlines: Deadlines, mode: UpdateMode) -> FinishAnswer:
         """Commit the update; the answer comes when the new weights serve."""
+        timeout_s = limits.finish_s(deadlines, mode) + SLACK_S
         return await self._call("POST", "/reload/finish", FinishAnswer, timeout_s, body=request)
 
     async def rollback(self, request: RollbackRequest) -> FinishAnswer:
         """Let the server go back to the weights of which it keeps a copy; the answer comes when they serve."""
-        limits = request.deadlines
-        timeout_s = limits.drain_s + 2 * limits.commit_s + STORED_S + SLACK_S
+        timeout_s = limits.rollback_s(request.deadlines) + SLACK_S
         return await self._call("POST", "/reload/rollback", FinishAnswer, timeout_s, body=request)
 
     async def load(self, request: DiskReloadRequest) -> FinishAnswer:
         """Let the server load a checkpoint from its own disk; the answer comes when the new weights serve."""
-        limits = request.deadlines
-        # Reading, checks, landing, and going back if that fails.
-        timeout_s = limits.drain_s + 4 * limits.commit_s + STORED_S + SLACK_S
+        timeout_s = limits.load_s(request.deadlines) + SLACK_S
         return await self._call("POST", "/reload", FinishAnswer, timeout_s, body=request)
 
     async def abort(self, request: AbortRequest) -> Status:

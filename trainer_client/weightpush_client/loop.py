@@ -71,11 +71,8 @@ class LoopThread:
             RuntimeError: the loop was stopped, or this process was forked after it started.
             concurrent.futures.CancelledError: ``scope`` was cancelled, or the loop stopped meanwhile.
         """
-        if self.stopped:
-            coroutine.close()
-            raise RuntimeError("this pusher is closed, or was made before a fork: make a new one in this process")
         scope = scope or CallScope()
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self.start(coroutine)
         try:
             scope.add(future)
             return future.result()
@@ -84,6 +81,17 @@ class LoopThread:
             raise
         finally:
             scope.discard(future)
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run ``coroutine`` beside the caller; cancelling the future cancels it.
+
+        Raises:
+            RuntimeError: as `run`.
+        """
+        if self.stopped:
+            coroutine.close()
+            raise RuntimeError("this pusher is closed, or was made before a fork: make a new one in this process")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> None:
         """Cancel what runs, end the thread and close the loop. May be called again."""

@@ -32,12 +32,9 @@ CONSEQUENCES: Final = frozenset(
         ErrorCode.TRANSPORT_FAILED,
         ErrorCode.RENDEZVOUS_FAILED,
         ErrorCode.ABORTED,
-        ErrorCode.LEASE_LOST,
         ErrorCode.UPDATE_FAILED,
     }
 )
-#: The trainer's own failures: no other choice of servers would help.
-_TRAINERS: Final = frozenset({ErrorCode.WEIGHTS_REJECTED, ErrorCode.TRAINER_RANK_LOST, ErrorCode.LEASE_LOST})
 #: Key in an error's details: addresses of the servers whose workers a data plane lost, or never had.
 LOST_SERVERS: Final = "lost_servers"
 
@@ -51,16 +48,19 @@ class Witness:
     answer: Status | Exception
 
 
-def is_trainers(error: Exception) -> bool:
-    """Whether a push failed for a reason that lies with the trainer, as far as the error itself tells."""
-    if not isinstance(error, WeightPushError) or error.code in _TRAINERS:
-        return True
-    # What another rank of a sharded trainer said.
-    return isinstance(error, PushError) and error.server is None and "rank" in error.details
+def lost_by_silence(error: WeightPushError, update_id: str, witnesses: Sequence[Witness]) -> bool:
+    """Whether a server lost its lease in update ``update_id``, which ended with ``error``."""
+    last = (witness.answer.last_error for witness in witnesses if isinstance(witness.answer, Status))
+    return error.code is ErrorCode.LEASE_LOST or any(
+        own is not None and (own.code, own.update_id) == (ErrorCode.LEASE_LOST, update_id) for own in last
+    )
 
 
 def culprits(error: WeightPushError, update_id: str, witnesses: Sequence[Witness]) -> dict[str, PushError]:
-    """Return the servers that failed by themselves in update ``update_id``, which ended with ``error``; by address."""
+    """Return the servers that failed by themselves in update ``update_id``, which ended with ``error``; by address.
+
+    One that lost its lease is among them: ask for what a trainer lost that was silent itself with `lost_by_silence`.
+    """
     found: dict[str, PushError] = {}
     if isinstance(error, PushError) and error.server is not None and error.code not in CONSEQUENCES:
         found[error.server] = error

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -32,8 +30,9 @@ from weightpush_client.report import ProgressCallback, PushError, PushReport
 from weightpush_client.sources import Weights, WeightSource, open_source
 from weightpush_client.stream import Buffers
 from weightpush_client.transport import TRANSPORTS
+from weightpush_client.turns import Turns
 from weightpush_client.update import not_committed
-from weightpush_protocol.errors import ErrorCode
+from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES
 from weightpush_protocol.messages import (
     Deadlines,
@@ -48,6 +47,10 @@ from weightpush_protocol.messages import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+#: HTTP status of refusals: nothing was changed.
+_REFUSED: Final = frozenset({401, 413, 422, 429})
 
 
 class WeightPusher:
@@ -76,7 +79,8 @@ class WeightPusher:
             weights serve, and pauses for the rest only. It takes a copy of the weights on each server.
         in_flight: what becomes of running requests: ``wait``, ``abort`` or ``keep``.
         deadlines: how long each wait may last, in seconds.
-        bucket_bytes: tensors travel in buckets of at most this size. Two of them are held in memory, until `close`.
+        bucket_bytes: tensors travel in buckets of at most this size, over shm of at most 16 MiB. Two of them are held
+            in memory, until `close`.
         digest: ``wp64`` has every tensor checked on arrival, ``none`` does not.
         partial: pushes may leave out tensors, which then stay as they are. A server refuses where it cannot keep them
             exactly: start it with ``--storage-policy retain`` to leave out any. Otherwise pushes must be complete.
@@ -146,7 +150,7 @@ class WeightPusher:
                 urls, token=ControlToken(token, token_file), trust_env=trust_env, verify=Tls(verify, client_cert)
             )
         self._buffers = Buffers()
-        self._pushing = threading.Lock()
+        self._turns = Turns()
         self._last: LastPush | None = None
         self._background: PushHandle | None = None
         self._stop = weakref.finalize(self, self._membership.stop)
@@ -169,10 +173,15 @@ class WeightPusher:
     def close(self) -> None:
         """Close all connections, end the pusher's thread and free its buffers. May be called again.
 
-        A push in the background is waited for.
+        A push that runs in another thread is aborted on all servers, unless they commit already; one in the background
+        is waited for, like a rollback or a load from disk. Called in the middle of a push, by its ``progress``, it ends
+        the push, and the rest is done then.
         """
+        self._turns.close(self._free)
         if self._background is not None:
             self._background.wait()
+
+    def _free(self) -> None:
         self._stop()
         self._buffers.drop()
         if self._lockstep is not None:
@@ -252,10 +261,13 @@ class WeightPusher:
     def _by_themselves(self, call: Callable[[str], Call[FinishAnswer]]) -> list[FinishAnswer]:
         """Ask all servers for an update that needs no weights of ours."""
         update_id = uuid.uuid4().hex
-        with self._membership.present() as fleet, as_push_error():
+        ask = call(update_id)
+        with self._turns.one(), self._membership.present() as fleet, as_push_error():
             # Whatever comes of it, it is not what was pushed last.
-            self._last = None
-            results = fleet.call_to_the_end(call(update_id))
+            last, self._last = self._last, None
+            results = fleet.call_to_the_end(ask)
+            if all(isinstance(result, WeightPushError) and result.http_status in _REFUSED for result in results):
+                self._last = last
             answers = [result for result in results if isinstance(result, FinishAnswer)]
             if len(answers) < len(results):
                 raise not_committed(fleet, update_id, results, CallScope())
@@ -281,8 +293,9 @@ class WeightPusher:
             TypeError: ``weights`` is of no known kind.
             BaseException: whatever the source, ``progress`` or Ctrl-C raise, once the update was aborted.
         """
-        with self._one_at_a_time():
-            return self._push(weights, self._wish(weight_version, partial, progress, Stop()))
+        stop = Stop()
+        with self._turns.one(stop):
+            return self._push(weights, self._wish(weight_version, partial, progress, stop))
 
     def push_async(
         self,
@@ -309,7 +322,7 @@ class WeightPusher:
                 "push_async is not for sharded trainers: gathering needs all ranks, and their own collectives may run "
                 "meanwhile. Use push, or gather the weights and give them to a pusher without process_group",
             )
-        self._take_turn()
+        self._turns.take()
         try:
             with as_push_error():
                 if copy:
@@ -322,14 +335,12 @@ class WeightPusher:
             wish = self._wish(weight_version, partial, progress, stop)
 
             def push() -> PushReport:
-                try:
+                with self._turns.carry_out():
                     return self._push(weights, wish)
-                finally:
-                    self._pushing.release()
 
             self._background = handle = PushHandle(push, stop, weight_version)
         except BaseException:
-            self._pushing.release()
+            self._turns.give_back()
             raise
         return handle
 
@@ -344,25 +355,11 @@ class WeightPusher:
             PushError: ``weights_rejected``: these are other weights; ``invalid_request``: nothing was pushed yet, or
                 only a part, or without digests; else as `push`.
         """
-        with self._one_at_a_time():
+        stop = Stop()
+        with self._turns.one(stop):
             # Of a sharded trainer only rank 0 knows what was pushed; it is looked at there.
             version = self._last.weight_version if self._last is not None else ""
-            return self._push(weights, replace(self._wish(version, False, progress, Stop()), catches_up=True))
-
-    @contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        self._take_turn()
-        try:
-            yield
-        finally:
-            self._pushing.release()
-
-    def _take_turn(self) -> None:
-        if not self._pushing.acquire(blocking=False):
-            raise PushError(
-                ErrorCode.UPDATE_IN_PROGRESS,
-                "this pusher is in the middle of another push: wait for it, or use one pusher a thread",
-            )
+            return self._push(weights, replace(self._wish(version, False, progress, stop), catches_up=True))
 
     def _wish(self, weight_version: str, partial: bool | None, progress: ProgressCallback | None, stop: Stop) -> Wish:
         return Wish(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -19,7 +19,7 @@ from weightpush_client.digests import digests_of
 from weightpush_client.failures import arguments_checked
 from weightpush_client.fleet import Call, Fleet, T
 from weightpush_client.names import Names
-from weightpush_client.policy import OnServerFailure, Witness, culprits, is_trainers, suspects
+from weightpush_client.policy import OnServerFailure, Witness, culprits, lost_by_silence, suspects
 from weightpush_client.report import (
     ExcludedServer,
     PhaseSeconds,
@@ -32,8 +32,9 @@ from weightpush_client.report import (
 )
 from weightpush_client.sources import WeightSource
 from weightpush_client.stream import Buffers
-from weightpush_client.transport import Transports
+from weightpush_client.transport import Transports, workerless
 from weightpush_client.update import Update
+from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest, build_manifest
 from weightpush_protocol.messages import (
@@ -126,6 +127,9 @@ class Push:
         while True:
             request = self._request(manifest)
             names = transports.names(self._statuses)
+            if without := workerless(names, self._statuses):
+                self._go_on_without(without)
+                continue
             device = transports.device if "nccl" in names else torch.device("cpu")
             try:
                 links = transports.links(names, self._fleet.urls, self._statuses, manifest)
@@ -139,7 +143,8 @@ class Push:
             try:
                 with update:
                     update.begin()
-                    self._check_bases()
+                    with update.waiting():
+                        self._check_bases()
                     update.stream(source, outgoing, device, self._buffers)
                     if self._wish.catches_up and self._wish.last is not None:
                         # They may have changed since they were looked at.
@@ -151,11 +156,9 @@ class Push:
                     raise self._wish.stop.error() from error
                 if transports.go_on_without(error, names, self._fleet.urls, self._statuses):
                     continue
-                if self._settings.policy is OnServerFailure.ABORT or not isinstance(error, WeightPushError):
+                if not self._excludes or update.is_trainers or not isinstance(error, WeightPushError):
                     raise
-                self._leave_out(
-                    update.dropped, self._find_culprits(error, request.update_id or "", update.silent), error
-                )
+                self._leave_out(update.dropped, self._find_culprits(error, update), error)
                 # Others may be in the middle of reading it along.
                 source.close()
                 self._wish.again()
@@ -169,17 +172,17 @@ class Push:
 
     def _call_the_roll(self) -> None:
         """Look who is there, and leave out those who need not, or cannot, take part."""
-        self._statuses = self._ask(lambda _, server: server.status())
+        self._statuses = self._ask(lambda _, server: server.ready_to_push())
         self._refuse_twice()
         last = self._wish.last
         if self._wish.catches_up and last is not None:
             self._keep([place for place, status in enumerate(self._statuses) if not last.is_served_by(status)])
         elif self._wish.partial:
-            self._leave_out_stale(stale_for_partial(last, self._statuses))
+            self._go_on_without(stale_for_partial(last, self._statuses))
 
-    def _leave_out_stale(self, stale: dict[int, PushError]) -> None:
-        """Go on without servers on which a partial push would build on other weights; raise the first's under abort."""
-        errors = {place: PushError.of(error, self._fleet.urls[place]) for place, error in stale.items()}
+    def _go_on_without(self, unfit: Mapping[int, WeightPushError]) -> None:
+        """Go on without the servers at these places, which cannot take this push; under abort raise the first's."""
+        errors = {place: PushError.of(error, self._fleet.urls[place]) for place, error in unfit.items()}
         if errors and not self._excludes:
             raise next(iter(errors.values()))
         self._exclude_at(errors)
@@ -194,8 +197,9 @@ class Push:
         """
         if not self._wish.partial:
             return
-        bases = self._fleet.call(lambda _, server: server.status())
-        for url, before, base in zip(self._fleet.urls, self._statuses, bases, strict=True):
+        for url, before, base in zip(self._fleet.urls, self._statuses, self._fleet.statuses(), strict=True):
+            if isinstance(base, Exception):
+                raise base
             seen, now = ((each.instance_id, each.weight_version, each.fingerprint) for each in (before, base))
             if seen != now:
                 raise PushError(
@@ -288,28 +292,31 @@ class Push:
                 digest=self._settings.digest,
                 partial=self._wish.partial,
                 update_id=uuid.uuid4().hex,
+                protocol=PROTOCOL_VERSION,
             )
 
     # who failed
 
-    def _find_culprits(self, error: WeightPushError, update_id: str, silent: Collection[str]) -> dict[str, PushError]:
+    def _find_culprits(self, error: WeightPushError, update: Update) -> dict[str, PushError]:
         """Return the servers to go on without, by address, once the others are ready to begin again."""
-        if is_trainers(error):
-            return {}
+        update_id = update.update_id
         if len(self._fleet) == 1:
             return {self._fleet.urls[0]: PushError.of(error)}
         found: dict[str, PushError] = {}
         started = time.monotonic()
         while True:
-            answers = self._fleet.call_to_the_end(lambda _, server: server.status())
+            self._wish.stop.check()
+            answers = self._fleet.statuses()
             witnesses = [
                 Witness(url, status.instance_id, answer)
                 for url, status, answer in zip(self._fleet.urls, self._statuses, answers, strict=True)
             ]
+            if update.trainer_was_silent and lost_by_silence(error, update_id, witnesses):
+                return {}
             found |= culprits(error, update_id, witnesses)
             waited = time.monotonic() - started
             if found or waited > _VERDICT_S:
-                found = found or suspects(error, witnesses, silent)
+                found = found or suspects(error, witnesses, update.silent)
                 busy = [url for url, answer in zip(self._fleet.urls, answers, strict=True) if _runs(answer, update_id)]
                 if not found or not set(busy) - set(found) or waited > _SETTLE_S:
                     return found
@@ -388,7 +395,6 @@ class Push:
         """Return the servers that were left out, as they are now."""
         at_start = {server.url: place for place, server in enumerate(self._fleet_at_start.servers)}
         fleet = self._fleet_at_start.only([at_start[url] for url in self._excluded])
-        answers = fleet.call_to_the_end(lambda _, server: server.status(_BRIEF_S))
         return tuple(
             ExcludedServer(
                 url,
@@ -398,7 +404,7 @@ class Push:
                 error.code,
                 error.message,
             )
-            for (url, error), answer in zip(self._excluded.items(), answers, strict=True)
+            for (url, error), answer in zip(self._excluded.items(), fleet.statuses(_BRIEF_S), strict=True)
         )
 
 

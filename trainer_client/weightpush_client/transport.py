@@ -117,7 +117,7 @@ class Transports:
         """Return one link for each of the transports ``names``, which are given for each server.
 
         Raises:
-            WeightPushError: ``transport_unavailable``: one cannot run here, or a server lists no workers.
+            WeightPushError: ``transport_unavailable``: one cannot run here.
         """
         links: list[Link] = []
         try:
@@ -159,12 +159,6 @@ class Transports:
     ) -> Link:
         if name == "http":
             return Link(name, places, tuple(TransportConfig(name="http") for _ in places))
-        for url, status in zip(urls, statuses, strict=True):
-            if not status.workers:
-                raise WeightPushError(
-                    ErrorCode.TRANSPORT_UNAVAILABLE,
-                    f"{url} lists no workers, so {name} cannot reach them; use transport='http'",
-                )
         sender = self._make_sender(name, urls, 1 + sum(len(status.workers) for status in statuses), manifest)
         configs = []
         server_of_rank: list[str] = []
@@ -184,6 +178,19 @@ class Transports:
             world_size=world_size,
             device=self.device,
         )
+
+
+def workerless(names: Sequence[str], statuses: Sequence[Status]) -> dict[int, WeightPushError]:
+    """Return the servers, by their place, whose transport needs to know their workers while they list none."""
+    return {
+        place: WeightPushError(
+            ErrorCode.TRANSPORT_UNAVAILABLE,
+            f"the server lists no workers, so {name} cannot reach them; use transport='http'",
+            details={"transport": name},
+        )
+        for place, (name, status) in enumerate(zip(names, statuses, strict=True))
+        if name != "http" and not status.workers
+    }
 
 
 def close_links(links: Sequence[Link]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Final, TypeVar
 
@@ -16,9 +16,11 @@ from weightpush_client.align import Outgoing
 from weightpush_client.background import Stop
 from weightpush_client.delivery import Delivery, OpenUpdate, servers_reason
 from weightpush_client.fleet import Fleet
-from weightpush_client.http import ABORT_S, SLACK_S, STORED_S, ServerApi
+from weightpush_client.http import ABORT_S, ServerApi
+from weightpush_client.leases import Leases
 from weightpush_client.loop import CallScope
-from weightpush_client.policy import CONSEQUENCES, LOST_SERVERS, OnServerFailure
+from weightpush_client.opening import begin_and_open
+from weightpush_client.policy import CONSEQUENCES, OnServerFailure
 from weightpush_client.report import PhaseSeconds, ProgressCallback, PushError, PushPhase, PushProgress
 from weightpush_client.sources import WeightSource
 from weightpush_client.stream import BucketStream, Buffers
@@ -35,14 +37,7 @@ from weightpush_protocol.messages import (
     UpdateMode,
 )
 from weightpush_protocol.state import ServerState
-from weightpush_protocol.transports.base import Sender
 
-# The server checks and plans before its rendezvous starts, and the trainer waits for it from the start.
-_CHECKING_S: Final = 60.0
-# When the trainer's end fails first, how long the servers' own answer is waited for: it tells more.
-_SERVER_FIRST_S: Final = 1.0
-# How often a server that is ready looks for those that are not.
-_LOOK_S: Final = 0.02
 # Errors of ``begin`` after which the server may hold the update all the same.
 _UNCERTAIN: Final = frozenset({ErrorCode.UNREACHABLE, ErrorCode.PROTOCOL_ERROR, ErrorCode.INTERNAL})
 
@@ -101,19 +96,47 @@ class Update:
         self._bytes_done = 0
         self._buckets_done = 0
         self._seconds: dict[str, float] = {}
+        self._leases = Leases(request.update_id, request.deadlines.lease_s)
+        #: What failed while servers were waited for.
+        self._of_servers: list[BaseException] = []
+        #: Whether what the update ended with came from the trainer's own code: source, callback.
+        self.is_trainers = False
+        #: Whether the trainer paused for so long that servers may have lost their leases by that.
+        self.trainer_was_silent = False
 
     def __enter__(self) -> Update:
-        self._context.callback(close_links, self._links)
-        self._context.enter_context(self._stop.interrupting(self._interrupt))
+        with contextlib.ExitStack() as context:
+            context.callback(close_links, self._links)
+            context.callback(self._fleet.beside(self._leases.run()).cancel)
+            context.enter_context(self._stop.interrupting(self._interrupt))
+            self._context = context.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
             if error is not None:
+                self.trainer_was_silent = self._leases.trainer_was_silent
+                self.is_trainers = all(error is not theirs for theirs in self._of_servers)
+                self._of_servers.clear()
                 self._interrupt()
                 self._abort(error)
         finally:
             self._context.close()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Enter it to wait for servers: meanwhile they keep their leases, and what fails may be their failure."""
+        try:
+            with self._leases.kept():
+                yield
+        except BaseException as error:
+            self._of_servers.append(error)
+            raise
+
+    @property
+    def update_id(self) -> str:
+        """The id under which all servers know it."""
+        return self._update_id
 
     def phase_seconds(self, *, check: float) -> PhaseSeconds:
         """Return where the time went; ``check`` seconds passed before the update."""
@@ -128,7 +151,8 @@ class Update:
         start = perf_counter()
         self._report(PushPhase.BEGIN)
         self._may_hold = set(range(len(self._fleet)))
-        answers = self._begin_with_rendezvous() if any(link.sender for link in self._links) else self._call_begin()
+        with self.waiting():
+            answers = begin_and_open(self._links, self._call_begin, self._scope, self._request.deadlines.rendezvous_s)
         self._epochs = [answer.epoch for answer in answers]
         self.modes = [answer.mode for answer in answers]
         self._seconds["begin"] = perf_counter() - start
@@ -142,18 +166,29 @@ class Update:
             WeightPushError: what a server, the transport or the source says; anything that they or the progress
                 callback raise.
         """
-        with self._delivery() as delivery:
+        with self._delivering() as delivery:
+            lender = delivery.lender(device)
+
+            def lend(number: int) -> torch.Tensor:
+                assert lender is not None
+                with self.waiting():
+                    return lender(number)
+
+            def deliver(number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
+                with self.waiting():
+                    delivery(number, buffer, digests)
+
             stream = BucketStream(
                 source,
                 outgoing,
                 self._request.manifest,
-                deliver=delivery,
+                deliver=deliver,
                 interrupt=self._interrupt,
                 delivered=self._delivered,
                 digest=self._request.digest,
                 device=device,
                 buffers=buffers,
-                lend=delivery.lender(device),
+                lend=lend if lender is not None else None,
             )
             self._report(PushPhase.STREAM)
             self.digests = stream.digests
@@ -172,35 +207,25 @@ class Update:
         if len(self._active) == 1:
             return  # One call does it all.
         start = perf_counter()
-        limits = self._request.deadlines
-        timeout_s = limits.bucket_s + limits.commit_s + SLACK_S
-        busy = set(self._active)
 
         async def prepare(place: int, server: ServerApi) -> PrepareAnswer:
             request = PrepareRequest(update_id=self._update_id, epoch=self._epochs[place])
-            try:
-                answer = await server.prepare(request, timeout_s)
-            finally:
-                busy.discard(place)
-            said = perf_counter()
-            while busy:
-                await asyncio.sleep(min(_LOOK_S, limits.lease_s / 4))
-                if perf_counter() - said > limits.lease_s / 4:
-                    # It would lose its lease while it waits for a slower one.
-                    answer = await server.prepare(request, timeout_s)
-                    said = perf_counter()
-            return answer
+            return await server.prepare(request, self._request.deadlines, self.modes[place])
 
-        results = self._ask_active(prepare)
+        with self.waiting():
+            self._leave(self._unready(self._ask_active(prepare)))
         self._seconds["prepare"] = perf_counter() - start
+
+    def _unready(self, results: Mapping[int, object]) -> dict[int, PushError]:
+        """Return the servers to go on without, as far as they are not ready; raise where that would be none."""
         failed = self._errors(results)
         others_complete = all(error.code not in CONSEQUENCES for error in failed.values())
         # Whoever is ready for a partial push in direct mode cannot begin it again: what it builds on is gone.
         no_way_back = self._request.partial and UpdateMode.DIRECT in self.modes
         if failed and not (self._excludes and (others_complete or no_way_back) and len(failed) < len(results)):
             raise min(failed.values(), key=lambda error: error.code in CONSEQUENCES)
-        # They are told when the others have committed: one that hangs must not cost those their lease.
-        self._leave(failed)
+        # They are told when the others have committed.
+        return failed
 
     def finish(self) -> dict[int, FinishAnswer]:
         """Commit on all servers; return their answers by their place in the fleet. Cannot be stopped any more.
@@ -211,16 +236,10 @@ class Update:
         """
         start = perf_counter()
         self._stop.pass_by()
-        limits = self._request.deadlines
-        # The last bucket's landing is part of it.
-        timeout_s = limits.bucket_s + limits.commit_s + SLACK_S
-        if UpdateMode.STAGED in self.modes:
-            # The drain comes now; and what fails may be undone before the answer.
-            timeout_s += limits.drain_s + limits.commit_s + STORED_S
 
         async def finish(place: int, server: ServerApi) -> FinishAnswer:
             request = FinishRequest(update_id=self._update_id, epoch=self._epochs[place])
-            answer = await server.finish(request, timeout_s)
+            answer = await server.finish(request, self._request.deadlines, self.modes[place])
             if answer.weight_version != self._request.weight_version:
                 raise PushError(
                     ErrorCode.PROTOCOL_ERROR,
@@ -230,11 +249,13 @@ class Update:
                 )
             return answer
 
-        results = self._ask_active(finish)
+        with self.waiting():
+            results = self._ask_active(finish)
+            answers = {place: result for place, result in results.items() if isinstance(result, FinishAnswer)}
+            if len(answers) < len(results) and not (self._excludes and answers):
+                fleet = self._fleet.only(list(results))
+                raise not_committed(fleet, self._update_id, list(results.values()), self._scope)
         self._seconds["finish"] = perf_counter() - start
-        answers = {place: result for place, result in results.items() if isinstance(result, FinishAnswer)}
-        if len(answers) < len(results) and not (self._excludes and answers):
-            raise not_committed(self._fleet.only(list(results)), self._update_id, list(results.values()), self._scope)
         self._leave(self._errors(results))
         self._tell_dropped()
         return answers
@@ -274,58 +295,31 @@ class Update:
     def _call_begin(self) -> list[BeginAnswer]:
         async def begin(index: int, server: ServerApi) -> BeginAnswer:
             try:
-                return await _begin(server, self._request.model_copy(update={"transport": self._configs[index]}))
+                answer = await _begin(server, self._request.model_copy(update={"transport": self._configs[index]}))
             except PushError as error:
                 if error.code not in _UNCERTAIN:
                     self._may_hold.discard(index)
                 raise
+            # It has to wait for the others.
+            self._leases.hold(server, answer.epoch)
+            return answer
 
         return self._fleet.call(begin, self._scope)
 
-    def _begin_with_rendezvous(self) -> list[BeginAnswer]:
-        answered = threading.Event()
-
-        def join(link: Link, sender: Sender) -> None:
-            try:
-                sender.open(self._request.deadlines.rendezvous_s + _CHECKING_S)
-            except BaseException as error:
-                if isinstance(error, WeightPushError):
-                    link.note_lost(error)
-                if not answered.wait(_SERVER_FIRST_S):
-                    self._scope.cancel()
-                raise
-
-        senders = [(link, link.sender) for link in self._links if link.sender is not None]
-        with ThreadPoolExecutor(len(senders), "weightpush-open") as executor:
-            opening = [executor.submit(join, *pair) for pair in senders]
-            try:
-                answers = self._call_begin()
-                answered.set()
-                for opened in opening:
-                    opened.result()
-            except CancelledError:
-                # One of them cancelled the calls, and is about to say why.
-                done, _ = wait(opening, return_when=FIRST_EXCEPTION)
-                for opened in done:
-                    opened.result()
-                raise
-            except PushError as error:
-                for opened in opening:
-                    # The trainer's end knows which workers it waited for.
-                    ours = opened.exception() if opened.done() else None
-                    if isinstance(ours, WeightPushError) and LOST_SERVERS in ours.details:
-                        error.details[LOST_SERVERS] = ours.details[LOST_SERVERS]
-                raise
-            finally:
-                answered.set()
-                for (_, sender), opened in zip(senders, opening, strict=True):
-                    if not (opened.done() and opened.exception() is None):
-                        sender.abort()
-        return answers
-
-    def _delivery(self) -> Delivery:
+    @contextmanager
+    def _delivering(self) -> Iterator[Delivery]:
         update = OpenUpdate(self._update_id, tuple(self._epochs), self._request.deadlines.bucket_s, self._scope)
-        return Delivery(self._links, self._fleet, update, self._request.manifest, self._interrupt)
+        delivery = Delivery(self._links, self._fleet, update, self._request.manifest, self._interrupt)
+        with self.waiting():
+            delivery.__enter__()
+        try:
+            yield delivery
+        except BaseException as error:
+            with self.waiting():
+                delivery.__exit__(type(error), error, None)  # Raises a server's reason where there is one.
+            raise
+        with self.waiting():
+            delivery.__exit__(None, None, None)
 
     def _delivered(self, number: int) -> None:
         bucket = self._request.manifest.buckets[number]

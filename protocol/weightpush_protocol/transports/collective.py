@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from typing import Final, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 
@@ -82,7 +82,7 @@ class _Endpoint(ABC):
                     "was aborted" if self._aborted else f"did not get through the rendezvous within {timeout_s:g} s"
                 )
                 self._failure = f"{self._who} {reason}"
-                raise rendezvous.failed(self._failure, aborted=self._aborted) from None
+                raise rendezvous.failed(self._failure, aborted=self._aborted, **self._known()) from None
             except WeightPushError as error:
                 self._failure = error.message
                 raise
@@ -93,6 +93,10 @@ class _Endpoint(ABC):
                 # The store's errors (DistError).
                 self._failure = f"{self._who} lost the rendezvous: {groups.brief(error)}"
                 raise rendezvous.failed(self._failure, error) from error
+
+    def _known(self) -> dict[str, Any]:
+        """Return what this end can tell of a rendezvous that it left, for the error's details."""
+        return {}
 
     def _form(self, deadline: float, timeout_s: float) -> groups.Group:
         store, address = self._meet(self._cancel, deadline, timeout_s)
@@ -216,6 +220,9 @@ class CollectiveSender(_Endpoint):
 
     def _meet(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[KeyedStore, str]:
         return self._rendezvous.gather(cancel, deadline, timeout_s)
+
+    def _known(self) -> dict[str, Any]:
+        return {"missing_ranks": self._rendezvous.awaited()}
 
     def _confirm_formed(
         self, store: KeyedStore, ends: list[str], cancel: threading.Event, deadline: float

@@ -80,7 +80,7 @@ class RendezvousServer:
                 f"cannot listen on {host!r} for workers: {error}; give an address of this machine", error, host=host
             ) from error
         self.port = int(listener.getsockname()[1])
-        self._store: HostedStore | None = HostedStore(listener, key, _CONNECT_S)
+        self._store: HostedStore | None = HostedStore(listener, key, _CONNECT_S, guests=world_size - 1)
 
     def gather(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[KeyedStore, str]:
         """Wait for all workers, let them go, and return the group's store and the sender's address for them.
@@ -122,7 +122,7 @@ class RendezvousServer:
         names = [f"formed/{rank}" for rank in range(1, self.world_size)]
         while not store.check(names):
             if time.monotonic() >= deadline:
-                absent = [rank for rank, name in enumerate(names, 1) if not store.check([name])]
+                absent = self._absent(store, "formed")
                 raise failed(f"{ranks_text(absent)} joined, but did not form the group in time", missing_ranks=absent)
             if cancel.wait(_POLL_S / 4):
                 raise Cancelled("aborted")
@@ -151,8 +151,13 @@ class RendezvousServer:
             reason = f"{ranks_text(absent)} did not join: {reason}"
         raise failed(reason, missing_ranks=absent, host=self.host, port=self.port)
 
-    def _absent(self, store: KeyedStore) -> list[int]:
-        return [rank for rank in range(1, self.world_size) if not store.check([f"joined/{rank}"])]
+    def awaited(self) -> list[int]:
+        """Return the ranks that have not joined; where all have, those that have not formed the group."""
+        store = self._require()
+        return self._absent(store) or self._absent(store, "formed")
+
+    def _absent(self, store: KeyedStore, step: str = "joined") -> list[int]:
+        return [rank for rank in range(1, self.world_size) if not store.check([f"{step}/{rank}"])]
 
     def _require(self) -> KeyedStore:
         if self._store is None:
