@@ -322,9 +322,7 @@ def prefix_hint(problems: Sequence[ManifestProblem]) -> str | None:
             ours, theirs = _beginnings(anchor, name)
             # Nearly every name ends in "weight": one part in common says nothing.
             shared = anchor.removeprefix(ours)
-            if "." in shared and all(
-                one.startswith(ours) and theirs + one.removeprefix(ours) in many for one in few
-            ):
+            if "." in shared and all(one.startswith(ours) and theirs + one.removeprefix(ours) in many for one in few):
                 return _advise(theirs, ours) if swapped else _advise(ours, theirs)
     return None
 
