@@ -69,7 +69,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     ``seed`` and its name alone, so that one architecture gives the same tensors whatever order it lists them in.
     """
     for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed((zlib.crc32(name.encode()) << 31) + seed)
+        # Of a seed torch's generator takes the low 32 bits only.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim < 2:
             parameter.add_((0.2 * noise).to(parameter.dtype))

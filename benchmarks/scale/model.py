@@ -305,8 +305,8 @@ def predict(job: Job, constants: Constants) -> Prediction:
     begin = servers * call + constants.server_fixed_s
 
     announce = 0.0
-    # What is not built yet would be announced in its own stream.
-    if protocol.announced and job.transport in BUILT:
+    # Over shm one call announces all buckets; what is not built yet would be announced in its own stream.
+    if protocol.announced and job.transport in BUILT - {Transport.SHM}:
         announce = servers * (call + model.tensors / job.buckets * constants.digests_write_s)
     stream = stream_s(job, constants, announce)
 

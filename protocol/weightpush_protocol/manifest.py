@@ -320,9 +320,9 @@ def prefix_hint(problems: Sequence[ManifestProblem]) -> str | None:
         anchor = min(few, default="")
         for name in sorted(many) if anchor else []:
             ours, theirs = _beginnings(anchor, name)
-            if (ours, theirs) != (anchor, name) and all(
-                one.startswith(ours) and theirs + one.removeprefix(ours) in many for one in few
-            ):
+            # Nearly every name ends in "weight": one part in common says nothing.
+            shared = anchor.removeprefix(ours)
+            if "." in shared and all(one.startswith(ours) and theirs + one.removeprefix(ours) in many for one in few):
                 return _advise(theirs, ours) if swapped else _advise(ours, theirs)
     return None
 

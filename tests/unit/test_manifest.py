@@ -254,3 +254,5 @@ def test_a_common_prefix_is_pointed_out() -> None:
     # A part of the model alone: every name that came has its place, others are missing as well.
     assert "'model.': add it" in (prefix_hint([*family, *(_problem(ProblemKind.UNKNOWN, n) for n in names[:2])]) or "")
     assert prefix_hint([_problem(ProblemKind.MISSING, "a.x"), _problem(ProblemKind.UNKNOWN, "b.y")]) is None
+    head, norm = (ProblemKind.UNKNOWN, "value_head.weight"), (ProblemKind.MISSING, "model.norm.weight")
+    assert prefix_hint([_problem(*head), _problem(*norm)]) is None
