@@ -215,3 +215,20 @@ def test_a_worker_that_is_never_done_with_a_bucket_is_named(
 
 async def _nothing() -> None:
     return None
+
+
+def test_the_memory_goes_with_the_pusher_and_waits_for_no_garbage_collection(
+    make_server: MakeServer, workers: list[ReceiverProcess]
+) -> None:
+    server = make_server(workers=workers)
+    gc.collect()
+    before = shared_memory()
+    gc.disable()
+    try:
+        with pusher_for(server, transport="shm") as pusher:
+            pusher.push(make_weights(), weight_version="v1")
+            pusher.push(make_weights(1), weight_version="v2")
+            assert len(shared_memory() - before) == 1
+        assert shared_memory() <= before
+    finally:
+        gc.enable()

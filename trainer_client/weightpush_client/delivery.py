@@ -89,6 +89,9 @@ class Delivery:
         """
         self._context.close()
         failure = _first_failure(self._announced)
+        # They refer to this object, which would live, and buffers with it, until somebody collects garbage.
+        self._announced = []
+        self._frames.clear()
         consequence = error is None or isinstance(error, WeightPushError | CancelledError)
         if consequence and failure is not None and not isinstance(failure, CancelledError):
             raise failure from error
