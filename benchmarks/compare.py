@@ -262,15 +262,13 @@ class Comparison:
         """Look at both sides during pushes over the fastest transport; write what they spent their time on."""
         from benchmarks.profile_text import profile_text
 
-        raw = {side: self._folder / f"{side}.folded" for side in ("trainer", "worker")}
+        raw = {side: self._folder / f"{side}.folded" for side in ("trainer", "server", "worker")}
         way = push_way("shm", "direct")
         samples = []
         try:
-            self._trainer.do("profile", file=None)
-            self._call("bench_profile", None)
+            self._look(None, None, None)
             samples = [self._push(way) for _ in range(3)]
-            self._trainer.do("profile", file=str(raw["trainer"]))
-            self._call("bench_profile", str(raw["worker"]))
+            self._look(*map(str, raw.values()))
         except BenchError as error:
             self._tell(f"{self._model.key}: no profile: {error}")
             return
@@ -278,6 +276,13 @@ class Comparison:
         file.write_text(profile_text(self._model.what, self._facts, [asdict(sample) for sample in samples], folded))
         for side, text in folded.items():
             file.with_name(f"{file.stem}-{side}.folded").write_text(text)
+
+    def _look(self, trainer: str | None, server: str | None, worker: str | None) -> None:
+        """Begin to look at all sides; or end it and have them write to these files."""
+        assert self._server is not None
+        self._trainer.do("profile", file=trainer)
+        self._server.profile(server)
+        self._call("bench_profile", worker)
 
 
 def _default_bucket_bytes() -> int:

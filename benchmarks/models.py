@@ -97,7 +97,7 @@ def make_model(model: Model, seed: int) -> torch.nn.Module:
     torch.set_default_dtype(torch.bfloat16)
     try:
         # Made by transformers' own initialisation: noise in matrices, ones in norms.
-        made: torch.nn.Module = AutoModelForCausalLM.from_config(
+        made: torch.nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # of transformers
             AutoConfig.for_model(model.model_type, dtype="bfloat16", **model.config)
         )
     finally:

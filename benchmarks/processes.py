@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, Final
 
 import httpx
-from tiny_model import CPU_ENVIRONMENT
 
+from tiny_model import CPU_ENVIRONMENT
 from weightpush_client.server_child import ServerChild
 
 _ROOT: Final = Path(__file__).resolve().parents[1]
@@ -129,14 +129,25 @@ class BenchServer:
         Raises:
             BenchError: it raised, or the server went away.
         """
+        return self._post("/bench/call", {"method": method, "args": args}, method)["answers"][0]
+
+    def profile(self, file: str | None) -> None:
+        """Begin to look at its first process, which answers HTTP; with ``file``, have it write what was seen.
+
+        Raises:
+            BenchError: it raised, or the server went away.
+        """
+        self._post("/bench/profile", {"file": file}, "profile")
+
+    def _post(self, path: str, body: dict[str, Any], what: str) -> Any:
         try:
-            response = self._http.post("/bench/call", json={"method": method, "args": args})
+            response = self._http.post(path, json=body)
         except httpx.HTTPError as error:
-            raise BenchError(f"{method}: the server did not answer: {error}") from error
+            raise BenchError(f"{what}: the server did not answer: {error}") from error
         if response.status_code != 200:
             lines = [line for line in self._child.tail(80).splitlines() if "Error" in line]
-            raise BenchError(f"{method}: HTTP {response.status_code}: {(lines or [response.text[:300]])[-1]}")
-        return response.json()["answers"][0]
+            raise BenchError(f"{what}: HTTP {response.status_code}: {(lines or [response.text[:300]])[-1]}")
+        return response.json()
 
     def processes(self) -> list[int]:
         """Return the ids of all its processes."""
@@ -156,7 +167,7 @@ class BenchServer:
 
 
 class TrainerProcess:
-    """A process that holds a model and does what it is told, see ``benchmarks.trainer``. Use it as a context manager."""
+    """A process that holds a model and does what it is told, see ``benchmarks.trainer``. A context manager."""
 
     def __init__(self, log: Path) -> None:
         with log.open("a") as file:

@@ -9,34 +9,30 @@ from benchmarks.profiler import hottest
 
 #: Functions in which a thread waits for somebody else.
 _IDLE: Final = (
-    ":Condition.wait",
-    ":Event.wait",
+    ".wait",
+    ".select",
+    ".poll",
+    ".accept",
     ":wait",
-    ":get",
-    ":select",
-    ":SelectSelector.select",
-    ":EpollSelector.select",
-    ":KqueueSelector.select",
-    ":main",
+    "._wait_for_tstate_lock",
+    "._next_job",
     ":_worker",
-    ":Thread.join",
-    ":Thread._wait_for_tstate_lock",
-    ":accept",
-    ":poll",
-    ":StackSampler._run",
-    ":process_input_sockets",
-    ":process_output_sockets",
-    ":_next_job",
+    "GarbageCollectorThread.run",
+    "StackSampler._run",
+    "trainer.py:main",
+    ".process_input_sockets",
+    ".process_output_sockets",
+    "Queue.get",
 )
 
 
 def profile_text(
     what: str, facts: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], folded: Mapping[str, str]
 ) -> str:
-    """Return the profile of the pushes ``samples``: of both sides, the functions that took most time over all pushes."""
+    """Return the profile of the pushes ``samples``: the functions of all sides that took most time."""
     seconds = ", ".join(f"{sample['seconds']:.3f}" for sample in samples)
     lines = [
-        f"{len(samples)} pushes over shm, direct, of {facts['tensors']} tensors, {facts['bytes'] / 1e6:.0f} MB: {what}.",
+        f"{len(samples)} pushes over shm, direct: {what}, {facts['tensors']} tensors, {facts['bytes'] / 1e6:.0f} MB.",
         f"Seconds: {seconds} (sampling included). Stacks were taken every 2 ms; threads that wait are left out.",
         "Functions are named file:function; times are over all pushes together.",
         "",

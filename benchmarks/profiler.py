@@ -55,6 +55,22 @@ class StackSampler:
                     self._stacks[(names.get(ident, "?"), *_frames(frame))] += weight
 
 
+_running: StackSampler | None = None
+
+
+def profile(file: str | None) -> None:
+    """Begin to look at this process; with ``file``, end it and write what was seen as `StackSampler.folded` has it."""
+    global _running
+    if _running is not None:
+        _running.stop()
+        if file is not None:
+            Path(file).write_text(_running.folded())
+    _running = None
+    if file is None:
+        _running = StackSampler()
+        _running.start()
+
+
 def _frames(frame: FrameType | None) -> list[str]:
     found: list[str] = []
     while frame is not None and len(found) < _DEEPEST:

@@ -41,9 +41,7 @@ class Series:
         return {
             "median": median(self.seconds.values()) if self.seconds else None,
             "pause": median(self.pauses.values()) if self.pauses else None,
-            "parts": {
-                name: median(parts[name] for parts in self.parts.values() if name in parts) for name in names
-            },
+            "parts": {name: median(parts[name] for parts in self.parts.values() if name in parts) for name in names},
             "rounds": {str(number): seconds for number, seconds in self.seconds.items()},
             "errors": self.errors,
         }

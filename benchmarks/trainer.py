@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +22,14 @@ import httpx
 import torch
 import torch.distributed as dist
 
+# From where it is typed.
+from torch._C._distributed_c10d import TCPStore
+
 from benchmarks.models import Model, change_weights, make_model, save_model
 from benchmarks.processes import free_port
-from benchmarks.profiler import StackSampler
+from benchmarks.profiler import profile
 from weightpush_client import WeightPusher
+from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES
 
 _GROUP_S = 120
 
@@ -36,7 +41,6 @@ class Trainer:
         self._model = torch.nn.Module()
         self._tensors: dict[str, torch.Tensor] = {}
         self._pushers: dict[tuple[Any, ...], WeightPusher] = {}
-        self._sampler: StackSampler | None = None
         self._pushes = 0
 
     def make(self, key: str, what: str, model_type: str, config: Mapping[str, Any], directory: str) -> dict[str, Any]:
@@ -62,8 +66,8 @@ class Trainer:
         """Push the module (``whole``) or its tensors; return the client's report."""
         key = (tuple(urls), transport, mode, bucket_bytes)
         if key not in self._pushers:
-            sizes = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
-            self._pushers[key] = WeightPusher(urls, transport=transport, mode=mode, **sizes)
+            size = bucket_bytes or DEFAULT_BUCKET_BYTES
+            self._pushers[key] = WeightPusher(urls, transport=transport, mode=mode, bucket_bytes=size)
         self._pushes += 1
         weights = self._model if whole else self._tensors
         start = perf_counter()
@@ -96,12 +100,10 @@ class Trainer:
                 http.post("/bench/call", json={"method": method, "args": args}).raise_for_status()
 
             start = perf_counter()
-            store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False, timeout=timeout)
-            from concurrent.futures import ThreadPoolExecutor
-
+            store = TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False, timeout=timeout)
             with ThreadPoolExecutor(1) as pool:
                 opened = pool.submit(call, "bench_open_group", port)
-                group = dist.ProcessGroupGloo(store, 0, 2, timeout)
+                group: Any = dist.ProcessGroupGloo(store, 0, 2, timeout)
                 opened.result()
             for name, tensor in self._tensors.items():
                 body = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
@@ -119,12 +121,7 @@ class Trainer:
 
     def profile(self, file: str | None) -> dict[str, Any]:
         """Begin to look at all threads; with ``file``, end it and write what was seen."""
-        if file is None:
-            self._sampler = StackSampler()
-            self._sampler.start()
-        elif self._sampler is not None:
-            self._sampler.stop()
-            Path(file).write_text(self._sampler.folded())
+        profile(file)
         return {}
 
 

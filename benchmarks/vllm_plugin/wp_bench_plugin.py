@@ -1,7 +1,7 @@
 """A vLLM plugin for benchmarks: adds to every worker what pushes are compared with, and a route to call it by.
 
-It is found through its ``dist-info`` folder once the folder of this file is on ``PYTHONPATH`` and ``VLLM_PLUGINS`` names
-``wp_bench`` and ``wp_bench_http``. Its routes need no credentials: for loopback only.
+It is found through its ``dist-info`` folder once the folder of this file is on ``PYTHONPATH`` and ``VLLM_PLUGINS``
+names ``wp_bench`` and ``wp_bench_http``. Its routes need no credentials: for loopback only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# From where it is typed.
+from torch._C._distributed_c10d import TCPStore
 
 #: How long the group of the per-tensor way may take to form, and one of its broadcasts, in seconds.
 _GROUP_S = 120
@@ -98,8 +101,8 @@ class BenchWorker:
         """Join the trainer's group as rank 1, and make the model ready for weights that come one by one."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=_GROUP_S))
-        self._bench_group = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=_GROUP_S))
+        store = TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=_GROUP_S))
+        self._bench_group: Any = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=_GROUP_S))
         initialize_layerwise_reload(self.model_runner.get_model())
 
     @torch.no_grad()
@@ -126,18 +129,13 @@ class BenchWorker:
 
     def bench_profile(self, file: str | None) -> None:
         """Begin to look at all threads of this process; with ``file``, end it and write what was seen."""
-        from benchmarks.profiler import StackSampler
+        from benchmarks.profiler import profile
 
-        if file is None:
-            self._bench_sampler = StackSampler()
-            self._bench_sampler.start()
-        else:
-            self._bench_sampler.stop()
-            Path(file).write_text(self._bench_sampler.folded())
+        profile(file)
 
 
 class BenchEndpoints:
-    """Endpoint plugin: ``POST /bench/call`` and ``POST /bench/update``."""
+    """Endpoint plugin: ``POST /bench/call``, ``/bench/update`` and ``/bench/profile``."""
 
     name = "wp_bench_http"
     required_tasks = None
@@ -160,7 +158,14 @@ class BenchEndpoints:
             pending.append(asyncio.ensure_future(engine.collective_rpc("bench_update", args=(name, dtype, shape))))
             return {}
 
+        async def profile(file: str | None = Body(embed=True)) -> dict[str, Any]:
+            from benchmarks import profiler
+
+            await asyncio.to_thread(profiler.profile, file)
+            return {}
+
         app.post("/bench/call")(call)
+        app.post("/bench/profile")(profile)
         app.post("/bench/update")(update)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
