@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,6 +81,8 @@ class BenchServer:
         command += [f"--port={port}", "--host=127.0.0.1", *_OPTIONS]
         self._file = log.open("a")
         self._child = ServerChild(command, environment(), self._echo)
+        # Somebody has to wait for it, or its end is never known.
+        threading.Thread(target=self._child.wait, name="server-end", daemon=True).start()
         # It is not further than loading Python: whatever it starts inherits this.
         os.sched_setaffinity(self._child.pid, {cores()[1]})
         # Cut off by its own caller where it hangs; a proxy of the environment has no business here.
@@ -162,7 +165,6 @@ class BenchServer:
         """End it."""
         self._http.close()
         self._child.stop(15)
-        self._child.wait()
         self._file.close()
 
 
