@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from typing import Any
 from vllm import LLM
 from vllm.distributed import cleanup_dist_env_and_memory
 
+from matrix.trainer import TrainerProcess
 from support.engine import generate
 from support.server import ServerProcess
 from support.tiny import checkpoint
@@ -21,12 +22,18 @@ from weightpush_client import WeightPusher
 from weightpush_server.loader import INNER_FORMAT_KEY, LOAD_FORMAT, POLICY_KEY, register_loader
 
 Answers = tuple[list[list[int]], list[list[float]]]
+#: Of each worker, the digests of all that can be seen of its model; and what the engine answers.
+Look = tuple[list[dict[str, str]], Answers]
 PROMPTS = ("weights", "0123456789", "x")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the matrix is run. ``transport``: push into real servers over it, instead of in process."""
+    """How the matrix is run.
+
+    ``transport``: ``http`` pushes into real servers; ``shm`` and ``gloo`` from a trainer's process to the workers of
+    the engine; None reads the checkpoint in the workers.
+    """
 
     tp: int = 1
     policy: str = "scratch"
@@ -73,7 +80,7 @@ def measure(key: str, entry: dict[str, Any], root: Path, options: Options, repor
     began = time.monotonic()
     try:
         directories = {label: checkpoint(key, seed, root, entry) for label, seed in (("A", 1), ("B", 2))}
-        if options.transport is not None:
+        if options.transport == "http":
             _over_http(row, directories, options, root)
         else:
             _in_process(row, directories, options, report)
@@ -99,6 +106,23 @@ def measure_plain(key: str, entry: dict[str, Any], root: Path, options: Options,
 
 
 def _in_process(row: Row, directories: dict[str, Path], options: Options, report: Callable[[Row], None]) -> None:
+    trainer = nullcontext() if options.transport is None else TrainerProcess(options.transport, options.tp)
+    with trainer as process:
+        cold_b = _push_and_compare(row, directories, options, report, process)
+    if options.layerwise:
+        row.layerwise = "ended the process"
+        report(row)
+        row.layerwise = _layerwise(directories, options, cold_b)
+
+
+def _push_and_compare(
+    row: Row,
+    directories: dict[str, Path],
+    options: Options,
+    report: Callable[[Row], None],
+    trainer: TrainerProcess | None,
+) -> Look:
+    """Push B, A and A again; return what a cold start on B looks like."""
     with running(directories["B"], options) as llm:
         cold = {"B": _look(llm)}
     with running(directories["A"], options) as llm:
@@ -109,7 +133,7 @@ def _in_process(row: Row, directories: dict[str, Path], options: Options, report
         if answers[0] == cold["B"][1][0]:
             raise ValueError("A and B give the same answers, so nothing could be told apart")
         for name, planned in (("B", True), ("A", False), ("A again", True)):
-            landed = llm.collective_rpc("matrix_push", args=(str(directories[name[0]]), planned))
+            landed = _push(llm, directories[name[0]], planned, trainer)
             if planned:
                 total = sum(rank["bytes"] for rank in landed)
                 row.planned = 1 - sum(rank["by_loader"] for rank in landed) / total
@@ -117,13 +141,23 @@ def _in_process(row: Row, directories: dict[str, Path], options: Options, report
             row.pushes.append((name, len(differing), tokens, logprobs))
             row.first_differing = row.first_differing or differing[:3]
             report(row)
-    if options.layerwise:
-        row.layerwise = "ended the process"
-        report(row)
-        row.layerwise = _layerwise(directories, options, cold["B"])
+    return cold["B"]
 
 
-def _layerwise(directories: dict[str, Path], options: Options, cold: tuple[list[dict[str, str]], Answers]) -> str:
+def _push(llm: Any, directory: Path, planned: bool, trainer: TrainerProcess | None) -> list[dict[str, int]]:
+    """Push a checkpoint; return what each worker says of how it landed."""
+    ask = llm.collective_rpc
+    if trainer is None:
+        return ask("matrix_push", args=(str(directory), planned))  # type: ignore[no-any-return] # as the worker says
+    return trainer.push(
+        directory,
+        begin=lambda begin: ask("matrix_begin", args=(begin, planned)),
+        announce=lambda number, digests: ask("matrix_expect", args=(number, digests)),
+        end=lambda: ask("matrix_finish"),
+    )
+
+
+def _layerwise(directories: dict[str, Path], options: Options, cold: Look) -> str:
     try:
         with running(directories["A"], options, load_format="auto") as llm:
             llm.collective_rpc("matrix_layerwise", args=(str(directories["B"]),))
@@ -164,15 +198,13 @@ def running(directory: Path, options: Options, *, load_format: str = LOAD_FORMAT
         gc.collect()
 
 
-def _look(llm: Any) -> tuple[list[dict[str, str]], Answers]:
+def _look(llm: Any) -> Look:
     # Answers first: some models only settle at their first forward.
     answers = generate(SimpleNamespace(llm=llm))  # type: ignore[arg-type]  # all that it uses
     return llm.collective_rpc("matrix_state"), answers
 
 
-def _compare(
-    found: tuple[list[dict[str, str]], Answers], wanted: tuple[list[dict[str, str]], Answers]
-) -> tuple[list[str], bool, bool]:
+def _compare(found: Look, wanted: Look) -> tuple[list[str], bool, bool]:
     differing = [
         f"{name} (rank {rank})" if len(found[0]) > 1 else name
         for rank, (mine, theirs) in enumerate(zip(found[0], wanted[0], strict=True))

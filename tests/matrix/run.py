@@ -1,7 +1,8 @@
-"""Run the matrix: ``python -m matrix.run [--models a,b] [--tp 2] [--policy retain] [--compile] [--transport gloo]``.
+"""Run the matrix: ``python -m matrix.run [--models a,b] [--tp 2] [--policy retain] [--compile] [--transport shm]``.
 
 Every model runs in a forked child, so that a crash is a row and not the end. Prints a table; a complete run with the
-default options also writes ``docs/matrix.md``. The exit code is 1 if a push did not end where a cold start does.
+default options also writes ``docs/matrix.md``, one with ``--transport shm`` alone ``docs/matrix-shm.md``. The exit code
+is 1 if a push did not end where a cold start does.
 """
 
 from __future__ import annotations
@@ -17,14 +18,22 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from support.engine import ENVIRONMENT
 
 _ROOT = Path(__file__).resolve().parents[2]
-_DOCUMENT = _ROOT / "docs" / "matrix.md"
+_DOCS = _ROOT / "docs"
 #: A model that takes longer is stuck, in seconds.
 _LIMIT_S = 420
+_FROM_PROCESS: Final = "from a trainer's process to the workers"
+_WAYS: Final = {
+    None: "in process",
+    "shm": f"over shm {_FROM_PROCESS}",
+    "gloo": f"over gloo {_FROM_PROCESS}",
+    "http": "over http into real servers",
+}
+_TRANSPORT_HELP: Final = "push from a trainer's process (shm, gloo), or into real servers (http)"
 
 
 def models() -> dict[str, dict[str, Any]]:
@@ -45,11 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--policy", default="scratch", help="storage policy: scratch, retain or strict")
     parser.add_argument("--compile", action="store_true", help="torch.compile (vLLM mode 2) instead of eager")
-    parser.add_argument("--transport", help="gloo or http: push into real servers over it")
+    parser.add_argument("--transport", choices=("shm", "gloo", "http"), help=_TRANSPORT_HELP)
     parser.add_argument("--no-layerwise", action="store_true", help="leave vLLM's own reload out")
     parser.add_argument("--checkpoints", type=Path, help="directory that keeps the tiny checkpoints")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--out", type=Path, help=f"write the document here (default: {_DOCUMENT.name}, if complete)")
+    parser.add_argument(
+        "--out", type=Path, help="write the document here (default: matrix.md or matrix-shm.md, if complete)"
+    )
     given = parser.parse_args(arguments)
     chosen = given.models.split(",") if given.models else list(known)
     unknown = [key for key in chosen if key not in known]
@@ -60,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Imported once, here: the children are forked with it.
     from matrix.rows import Options
 
-    options = Options(given.tp, given.policy, given.compile, given.transport, not given.no_layerwise)
+    # Transports are nothing to vLLM's own reload.
+    layerwise = given.transport is None and not given.no_layerwise
+    options = Options(given.tp, given.policy, given.compile, given.transport, layerwise)
     with tempfile.TemporaryDirectory() as temporary:
         root = given.checkpoints or Path(temporary)
         rows = []
@@ -71,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n" + document)
     if given.json is not None:
         given.json.write_text(json.dumps(rows, indent=1))
-    out = given.out or (_DOCUMENT if options == Options() and not given.models else None)
+    out = given.out or (_default_document(options) if not given.models else None)
     if out is not None:
         out.write_text(document)
     return 0 if all(row["right"] or row["unloadable"] for row in rows) else 1
@@ -135,6 +148,16 @@ def _in_child(work: Callable[..., None], key: str, entry: dict[str, Any], root: 
     return row
 
 
+def _default_document(options: Any) -> Path | None:
+    from matrix.rows import Options
+
+    if options == Options():
+        return _DOCS / "matrix.md"
+    if options == Options(transport="shm", layerwise=False):
+        return _DOCS / "matrix-shm.md"
+    return None
+
+
 def _line(row: dict[str, Any]) -> str:
     if row["unloadable"]:
         return f"{row['model']:>20}  plain vLLM does not run it: {row['error']}"
@@ -148,7 +171,7 @@ def _document(rows: list[dict[str, Any]], options: Any) -> str:
         f"tensor parallel {options.tp}",
         f"storage policy {options.policy}",
         "torch.compile (mode 2)" if options.compile else "eager",
-        f"over {options.transport} into real servers" if options.transport else "in process",
+        _WAYS[options.transport],
     ]
     shown = [row for row in rows if not row["unloadable"]]
     right = sum(row["right"] for row in shown)
@@ -176,7 +199,7 @@ def _document(rows: list[dict[str, Any]], options: Any) -> str:
         )
         cells = [row["model"], row["model_type"], row["tensors"], row["probes"], *differ, tokens, logprobs]
         cells += [
-            "-" if options.transport else f"{row['planned']:.0%}",
+            "-" if options.transport == "http" else f"{row['planned']:.0%}",
             row["layerwise"] if row["error"] is None else f"{row['error']}",
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")

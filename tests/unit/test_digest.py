@@ -5,113 +5,104 @@ import random
 
 import pytest
 import torch
+import xxhash
 
 from weightpush_protocol import digest as digest_module
-from weightpush_protocol.digest import BLOCK_WORDS, SEED, tensor_digest
+from weightpush_protocol.digest import CHUNK_BYTES, bucket_digests, tensor_digest
 from weightpush_protocol.dtypes import DTYPE_NAMES, torch_dtype
 
-MASK = 2**64 - 1
-BLOCK_BYTES = 8 * BLOCK_WORDS
-
-
-def splitmix(seed: int, count: int) -> list[int]:
-    values = []
-    for _ in range(count):
-        seed = (seed + 0x9E3779B97F4A7C15) & MASK
-        value = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
-        values.append(value ^ (value >> 31))
-    return values
+SIZES = [0, 1, 7, 8, 9, 4095, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES + 5]
 
 
 def reference(data: bytes) -> str:
-    """The definition in the module's docstring, in plain Python."""
-
-    def mix(value: int) -> int:
-        return splitmix((value - 0x9E3779B97F4A7C15) & MASK, 1)[0]
-
-    multipliers = [value | 1 for value in splitmix(SEED, 2 * BLOCK_WORDS)]
-    a, b = multipliers[:BLOCK_WORDS], multipliers[BLOCK_WORDS:]
-    padded = data + bytes(-len(data) % 8)
-    words = [int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8)]
-    root = 0
-    blocks = [words[at : at + BLOCK_WORDS] for at in range(0, len(words), BLOCK_WORDS)]
-    for block, c in zip(blocks, splitmix(SEED + 1, len(blocks)), strict=True):
-        total = 0
-        for word, word_a, word_b in zip(block, a, b, strict=False):
-            high = word >> 32
-            total += word * word_a + (high - 2**32 if high >= 2**31 else high) * word_b
-        root += mix(total & MASK) * (c | 1)
-    return f"{mix((root + 0x9E3779B97F4A7C15 * len(data)) & MASK):016x}"
+    """The definition in the module's docstring."""
+    if len(data) <= CHUNK_BYTES:
+        return f"{xxhash.xxh3_64_intdigest(data):016x}"
+    chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+    hashes = b"".join(xxhash.xxh3_64_intdigest(chunk).to_bytes(8, "big") for chunk in chunks)
+    return f"{xxhash.xxh3_64_intdigest(hashes, seed=len(data)):016x}"
 
 
 def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(
-    "size", [0, 1, 7, 8, 9, 4095, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 5]
-)
+@pytest.mark.parametrize("size", SIZES)
 def test_follows_its_definition(size: int) -> None:
     data = random_bytes(size)
     assert tensor_digest(data) == reference(bytes(data.tolist()))
 
 
-def test_splitmix_is_the_published_one() -> None:
-    assert splitmix(1234567, 3) == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-
-
 def test_is_stable_across_releases() -> None:
-    assert tensor_digest(torch.arange(1000, dtype=torch.int32)) == reference(
-        b"".join(index.to_bytes(4, "little") for index in range(1000))
-    )
-    assert tensor_digest(torch.arange(1000, dtype=torch.int32)) == "154f27cbb3acb446"
+    # The first is the value for nothing that the xxHash project publishes.
+    assert tensor_digest(torch.empty(0)) == "2d06800538d394c2"
+    assert tensor_digest(torch.arange(1000, dtype=torch.int32)) == "836bcd8c25b77afd"
+    assert tensor_digest(torch.arange(100_000, dtype=torch.int32)) == "0fb70a3db697bedf"
 
 
-def test_many_blocks_agree_with_the_definition() -> None:
-    # Beyond 64 blocks the root is computed with tensors.
-    data = random_bytes(70 * BLOCK_BYTES + 3)
-    hashes = digest_module._block_hashes(data[: 70 * BLOCK_BYTES].view(torch.int64))
-    assert digest_module._root(hashes) & MASK == (
-        sum(
-            digest_module._mix(value & MASK) * (c | 1)
-            for value, c in zip(hashes.tolist(), splitmix(SEED + 1, 70), strict=True)
-        )
-        & MASK
-    )
-    assert digest_module._root(hashes[:64]) & MASK == (
-        sum(
-            digest_module._mix(value & MASK) * (c | 1)
-            for value, c in zip(hashes[:64].tolist(), splitmix(SEED + 1, 64), strict=True)
-        )
-        & MASK
-    )
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_the_gpu_formula_gives_the_same_digests(size: int, offset: int) -> None:
+    data = random_bytes(size + offset, seed=size)[offset:]
+    assert digest_module._device_digests([data]) == [tensor_digest(data)]
 
 
-def test_the_gpu_formula_gives_the_same_hashes() -> None:
-    words = random_bytes(5 * BLOCK_BYTES).view(torch.int64)
-    a, b = digest_module._block_multipliers(torch.device("cpu"))
-    by_kernels = digest_module._sum_products(words.view(5, BLOCK_WORDS), a, b)
-    assert torch.equal(by_kernels, digest_module._block_hashes_cpu(words, a, b))
+def test_the_gpu_formula_takes_many_tensors_at_once() -> None:
+    data = random_bytes(40 * CHUNK_BYTES)
+    tensors = [data[start : start + size] for start in (0, 2, 16) for size in SIZES]
+    tensors += [data.view(40, -1).t()[: CHUNK_BYTES // 3], torch.full((CHUNK_BYTES,), -1, dtype=torch.int16)]
+    assert digest_module._device_digests(tensors) == [tensor_digest(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("fill", [0, 1, 0x7F, 0x80, 0xFF])
+def test_the_gpu_formula_carries_as_the_library_does(fill: int) -> None:
+    data = torch.full((CHUNK_BYTES,), fill, dtype=torch.uint8)
+    assert digest_module._device_digests([data]) == [tensor_digest(data)]
+
+
+def test_the_gpu_formula_goes_through_long_tensors_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_module, "_DEVICE_RUN", 2 * CHUNK_BYTES)
+    data = random_bytes(7 * CHUNK_BYTES + 11)
+    for tensor in (data, data[1:], data[: 6 * CHUNK_BYTES].view(3, -1).t()):
+        assert digest_module._device_digests([tensor]) == [tensor_digest(tensor)]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("size", [0, 1, 13, BLOCK_BYTES, 5 * BLOCK_BYTES + 3, 513 * BLOCK_BYTES + 9, 80 * 2**20 + 1])
+@pytest.mark.parametrize("size", [*SIZES, 257 * CHUNK_BYTES + 9, 80 * 2**20 + 1])
 def test_cpu_and_gpu_agree(size: int) -> None:
     data = random_bytes(size)
     assert tensor_digest(data.cuda()) == tensor_digest(data)
     assert tensor_digest(data.cuda()[1:]) == tensor_digest(data[1:])
+    places = [(0, size // 2), (size // 2, size - size // 2)]
+    assert bucket_digests(data.cuda(), places) == bucket_digests(data, places)
 
 
-def test_multipliers_of_a_block_differ_where_the_proof_needs_it() -> None:
-    a, b = ([value & MASK for value in part.tolist()] for part in digest_module._block_multipliers(torch.device("cpu")))
-    upper = [((value << 32) + other) & MASK for value, other in zip(a, b, strict=True)]
-    assert all(value & 1 for value in a + upper)
-    low = [value & (2**33 - 1) for value in a + upper]
-    assert len(set(low)) == 2 * BLOCK_WORDS
-    # Nor does any pair add up to 0 there: two sign flips in one block are seen as well.
-    assert not set(low) & {-value % 2**33 for value in low}
+def test_a_bucket_has_the_digests_of_its_tensors() -> None:
+    bucket = random_bytes(5 * CHUNK_BYTES)
+    places = [(0, 10), (10, 0), (10, CHUNK_BYTES), (11, 3 * CHUNK_BYTES + 1), (5 * CHUNK_BYTES - 1, 1)]
+    expected = [tensor_digest(bucket[offset : offset + size]) for offset, size in places]
+    assert bucket_digests(bucket, places) == expected
+    assert digest_module._device_digests([bucket[at : at + size] for at, size in places]) == expected
+    assert bucket_digests(bucket, []) == []
+    assert bucket_digests(bucket[:0], [(0, 0)]) == [tensor_digest(torch.empty(0))]
+
+
+@pytest.mark.parametrize(
+    ("bucket", "places", "message"),
+    [
+        (torch.zeros(8), [(0, 4)], "uint8 tensor, got torch.float32"),
+        (torch.zeros(2, 8, dtype=torch.uint8), [(0, 4)], r"got torch.uint8 \[2, 8\]"),
+        (torch.zeros(16, dtype=torch.uint8)[::2], [(0, 4)], "contiguous"),
+        (torch.zeros(8, dtype=torch.uint8), [(0, 8), (4, 5)], "bytes 4 to 9 are not in a bucket of 8"),
+        (torch.zeros(8, dtype=torch.uint8), [(-4, 2)], "bytes -4 to -2"),
+    ],
+)
+def test_places_outside_of_a_bucket_are_refused(
+    bucket: torch.Tensor, places: list[tuple[int, int]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        bucket_digests(bucket, places)
 
 
 @pytest.mark.parametrize("name", sorted(DTYPE_NAMES))
@@ -129,12 +120,12 @@ def test_equals_the_digest_of_the_raw_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("offset", [1, 2, 4, 7, 8])
 def test_storage_offsets_do_not_matter(offset: int) -> None:
-    data = random_bytes(9 * BLOCK_BYTES + offset + 3)
+    data = random_bytes(9 * CHUNK_BYTES + offset + 3)
     assert tensor_digest(data[offset:]) == tensor_digest(data[offset:].clone())
 
 
 def test_foreign_memory_that_is_not_aligned() -> None:
-    memory = bytearray(random_bytes(2 * BLOCK_BYTES + 20).tolist())
+    memory = bytearray(random_bytes(2 * CHUNK_BYTES + 20).tolist())
     tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=3)
     assert tensor_digest(tensor) == tensor_digest(tensor.clone())
 
@@ -157,7 +148,7 @@ def test_strided_tensors(view: object) -> None:
 
 
 def test_one_changed_bit_is_seen_wherever_it_is() -> None:
-    data = random_bytes(3 * BLOCK_BYTES + 5)
+    data = random_bytes(3 * CHUNK_BYTES + 5)
     before = tensor_digest(data)
     chooser = random.Random(1)
     places = [(0, 0), (3, 7), (7, 7), (data.numel() - 1, 7)]
@@ -172,7 +163,7 @@ def test_one_changed_bit_is_seen_wherever_it_is() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float64])
 @pytest.mark.parametrize("kind", ["any", "sign only"])
 def test_two_swapped_elements_are_seen(dtype: torch.dtype, kind: str) -> None:
-    count = 2 * BLOCK_BYTES // dtype.itemsize
+    count = 2 * CHUNK_BYTES // dtype.itemsize
     if kind == "any":
         data = random_bytes(count * dtype.itemsize).view(dtype).clone()
     else:
@@ -192,7 +183,7 @@ def test_two_swapped_elements_are_seen(dtype: torch.dtype, kind: str) -> None:
         raw[[first, second]] = raw[[second, first]]
 
 
-@pytest.mark.parametrize("columns", [8, 1000, BLOCK_BYTES // 4, 3 * BLOCK_BYTES // 4])
+@pytest.mark.parametrize("columns", [8, 1000, CHUNK_BYTES // 4, 3 * CHUNK_BYTES // 4])
 def test_two_swapped_rows_are_seen(columns: int) -> None:
     rows = torch.randn(6, columns)
     before = tensor_digest(rows)
@@ -204,7 +195,7 @@ def test_two_swapped_rows_are_seen(columns: int) -> None:
 
 
 def test_lengths_are_told_apart_even_where_only_zeros_are_missing() -> None:
-    lengths = [0, 1, 2, 7, 8, 9, 16, 64, BLOCK_BYTES - 8, BLOCK_BYTES, BLOCK_BYTES + 8]
+    lengths = [0, 1, 2, 7, 8, 9, 16, 64, CHUNK_BYTES - 8, CHUNK_BYTES, CHUNK_BYTES + 8]
     assert len({tensor_digest(torch.zeros(length, dtype=torch.uint8)) for length in lengths}) == len(lengths)
 
 
