@@ -9,8 +9,8 @@ a stranger out. Here both ends show first that they know the key, without sendin
     HMAC(key, "host" + guest's + host's) ───►        from here on requests and answers: 4-byte length, JSON
 
 Until then a connection is read for exactly those 64 bytes, has ``HANDSHAKE_S`` seconds for them, and is one of at most
-``MAX_STRANGERS``: silence, garbage and guesses end there. What follows is neither encrypted nor signed: the network
-between trainer and workers must be trusted not to change what it carries.
+``MAX_STRANGERS`` beyond the expected guests: silence, garbage and guesses end there. What follows is neither encrypted
+nor signed: the network between trainer and workers must be trusted not to change what it carries.
 
 Both ends are ``torch.distributed`` stores (a process group forms over them) and must be kept alive by their users:
 torch holds them, but not the Python methods.
@@ -162,10 +162,14 @@ class _Entries:
 
 
 class HostedStore(KeyedStore):
-    """The host's end. Listens on ``listener`` from construction to :meth:`close`, in threads of its own."""
+    """The host's end. Listens on ``listener`` from construction to :meth:`close`, in threads of its own.
 
-    def __init__(self, listener: socket.socket, key: str, timeout_s: float) -> None:
+    All ``guests`` may connect in one moment; beside them there is room for ``MAX_STRANGERS``.
+    """
+
+    def __init__(self, listener: socket.socket, key: str, timeout_s: float, *, guests: int) -> None:
         super().__init__(timeout_s)
+        self._room = MAX_STRANGERS + guests
         self._entries = _Entries()
         self._listener = listener
         self._key = _secret(key)
@@ -200,7 +204,7 @@ class HostedStore(KeyedStore):
                 if self._closed:
                     connection.close()
                     return
-                if len(self._strangers) >= MAX_STRANGERS:
+                if len(self._strangers) >= self._room:
                     oldest = next(iter(self._strangers))
                     del self._strangers[oldest]
                     sockets.cut(oldest)

@@ -80,7 +80,7 @@ class RendezvousServer:
                 f"cannot listen on {host!r} for workers: {error}; give an address of this machine", error, host=host
             ) from error
         self.port = int(listener.getsockname()[1])
-        self._store: HostedStore | None = HostedStore(listener, key, _CONNECT_S)
+        self._store: HostedStore | None = HostedStore(listener, key, _CONNECT_S, guests=world_size - 1)
 
     def gather(self, cancel: threading.Event, deadline: float, timeout_s: float) -> tuple[KeyedStore, str]:
         """Wait for all workers, let them go, and return the group's store and the sender's address for them.
