@@ -42,10 +42,15 @@ def push_way(transport: str, mode: str) -> Way:
     return Way(f"{transport} {mode}", transport, mode)
 
 
-def ways(transports: Sequence[str], modes: Sequence[str]) -> list[Way]:
-    """Return all competitors."""
+#: What pushes are compared with.
+OTHERS: Final = (FLOOR, LAYERWISE, FILE, PER_TENSOR)
+
+
+def ways(transports: Sequence[str], modes: Sequence[str], others: Sequence[str]) -> list[Way]:
+    """Return all competitors: pushes, and of the ``others`` the floor first."""
     pushes = [push_way(transport, mode) for transport in transports for mode in modes]
-    return [Way(FLOOR), *pushes, Way(LAYERWISE), Way(FILE), Way(PER_TENSOR)]
+    chosen = [Way(name) for name in OTHERS if name in others]
+    return [*chosen[:1], *pushes, *chosen[1:]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,7 @@ def push_parts(report: Mapping[str, Any], last: Mapping[str, Any], mode: str) ->
         "finish": phases["prepare"] + phases["finish"],
     }
     one_after_another = ["transfer", "open", "PWAL", "proof", *(["land"] if mode == "staged" else [])]
+    parts |= {f"step {name}": seconds for name, seconds in steps.items()}
     parts["control"] = max(0.0, report["seconds"] - sum(parts[name] for name in one_after_another))
     return parts
 

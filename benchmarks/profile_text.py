@@ -23,6 +23,7 @@ _IDLE: Final = (
     ".process_input_sockets",
     ".process_output_sockets",
     "Queue.get",
+    "runners.py:Runner.run",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -48,16 +49,16 @@ def _head(found: Mapping[str, Any]) -> str:
     machine = found["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     quick = "\n**A smoke test with tiny models: these numbers say nothing.**\n" if found["quick"] else ""
-    return f"""# What a push costs
-
-Made by `{machine["command"]}`, {machine["at"]}, in {found["minutes"]:.0f} minutes; do not edit. The numbers are in
-[results.json](results.json).
-
-{machine["cpu"]}, {machine["cores"]} cores, {machine["memory_gib"]} GiB, {machine["system"]}; {versions}. Load
-average at the start: {machine["load_at_start"]}. One thread a process; the trainer on core
-{machine["trainer_core"]}, the server, all its processes, on core {machine["server_core"]}. Medians of
-{found["rounds"]} rounds after a warm-up, in which all ways take turns in the same live processes.
-{quick}"""
+    paragraphs = [
+        f"Made by `{machine['command']}`, {machine['at']}, in {found['minutes']:.0f} minutes; do not edit. The numbers "
+        "are in [results.json](results.json).",
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}; {versions}. "
+        f"Load average at the start: {machine['load_at_start']}. One thread a process; the trainer on core "
+        f"{machine['trainer_core']}, the server, all its processes, on core {machine['server_core']}. Medians of "
+        f"{found['rounds']} rounds after a warm-up, in which all ways take turns in the same live processes.",
+    ]
+    wrapped = "\n\n".join(textwrap.fill(text, 120, break_on_hyphens=False) for text in paragraphs)
+    return f"# What a push costs\n\n{wrapped}\n{quick}"
 
 
 def _must_reach(verdicts: Sequence[Verdict]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.compare import Comparison, tell, ways
+from benchmarks.compare import OTHERS, Comparison, tell, ways
 from benchmarks.growth import Growth
 from benchmarks.machine import describe
 from benchmarks.models import COMPARED, COUNTS, FLEET, FLEET_SIZES, SIZES, TINY_COMPARED, Model
@@ -65,6 +65,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", help=f"comma-separated, of: {', '.join(model.key for model in COMPARED)}")
     parser.add_argument("--transports", default=_TRANSPORTS, help=f"comma-separated (default {_TRANSPORTS})")
     parser.add_argument("--modes", default=_MODES, help=f"comma-separated (default {_MODES})")
+    parser.add_argument("--others", default=",".join(OTHERS), help=f"comma-separated (default {','.join(OTHERS)})")
     parser.add_argument("--rounds", type=int, help="timed rounds after the warm-up (default 5, quick 1)")
     parser.add_argument("--bucket-mb", type=float, help="size of a bucket in MiB (default: the library's own)")
     parser.add_argument("--growth", default=None, help=f"comma-separated, or none (default {_GROWTH}, quick none)")
@@ -100,7 +101,7 @@ def _compare(model: Model, given: argparse.Namespace, folder: Path, log: Path) -
     try:
         with TrainerProcess(log) as trainer:
             comparison = Comparison(model, trainer, own, log, bucket_bytes=bucket_bytes, tell=tell)
-            competitors = ways(given.transports.split(","), given.modes.split(","))
+            competitors = ways(given.transports.split(","), given.modes.split(","), given.others.split(","))
             return comparison.run(competitors, rounds=given.rounds, profile=profile)
     except BenchError as error:
         tell(f"{model.key}: FAILED: {error}")
@@ -131,8 +132,7 @@ def failed_pushes(found: dict[str, Any]) -> list[str]:
         if "error" in model:
             failed.append(key)
             continue
-        pushes = [name for name in model["ways"] if name not in ("floor", "layerwise", "file", "per-tensor")]
-        failed += [f"{key}: {name}" for name in pushes if model["ways"][name]["errors"]]
+        failed += [f"{key}: {name}" for name, way in model["ways"].items() if name not in OTHERS and way["errors"]]
     for kind, points in found["growth"].items():
         failed += [f"growth with {kind}" for point in points if point["errors"]]
     return failed

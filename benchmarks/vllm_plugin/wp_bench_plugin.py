@@ -158,7 +158,7 @@ class BenchEndpoints:
             pending.append(asyncio.ensure_future(engine.collective_rpc("bench_update", args=(name, dtype, shape))))
             return {}
 
-        async def profile(file: str | None = Body(embed=True)) -> dict[str, Any]:
+        async def profile(file: str | None = Body(default=None, embed=True)) -> dict[str, Any]:
             from benchmarks import profiler
 
             await asyncio.to_thread(profiler.profile, file)
