@@ -104,6 +104,7 @@ class Comparison:
         log: Path,
         *,
         bucket_bytes: int | None,
+        server_arguments: Sequence[str],
         tell: Callable[[str], None],
     ) -> None:
         self._model = model
@@ -111,6 +112,7 @@ class Comparison:
         self._folder = folder
         self._log = log
         self._bucket_bytes = bucket_bytes
+        self._server_arguments = server_arguments
         self._tell = tell
         self._server: BenchServer | None = None
         self._facts: dict[str, Any] = {}
@@ -216,7 +218,7 @@ class Comparison:
         self._call("bench_load", str(self._folder / "new"))
 
     def _start(self, checkpoint: str = "old") -> None:
-        self._server = BenchServer(self._folder / checkpoint, self._log)
+        self._server = BenchServer(self._folder / checkpoint, self._log, self._server_arguments)
         self._server.wait()
 
     def _call(self, method: str, *args: Any) -> Any:

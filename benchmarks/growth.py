@@ -38,12 +38,12 @@ class Growth:
                 servers.append(BenchServer(directory, self._log))
             series = [Series() for _ in models]
             up = [self._up(server, found) for server, found in zip(servers, series, strict=True)]
+            for model in models:
+                shutil.rmtree(self._folder / model.key)  # It was read; its memory is needed.
             for number in range(-1, self._rounds):  # The first one warms up.
                 for place in order(range(len(models)), max(number, 0)):
                     if up[place]:
                         up[place] = self._push(trainers[place], [servers[place]], number, series[place])
-            for model in models:
-                shutil.rmtree(self._folder / model.key)
         points = [
             {"key": model.key, "what": model.what, "tensors": fact["tensors"], "bytes": fact["bytes"], **_point(found)}
             for model, fact, found in zip(models, facts, series, strict=True)

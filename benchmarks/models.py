@@ -70,7 +70,7 @@ COMPARED: Final = (
 #: One architecture in four sizes: wider layers, the same tensors.
 SIZES: Final = tuple(
     dense(f"bytes-{width}", f"dense, {width} wide", hidden=1024, layers=8, intermediate=width)
-    for width in (512, 2560, 6656, 14848)
+    for width in (512, 2048, 4608, 9728)
 )
 #: The same bytes in 100, 1,000, 5,000 and 20,000 tensors: more and smaller experts.
 COUNTS: Final = tuple(

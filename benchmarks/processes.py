@@ -29,6 +29,8 @@ _OPTIONS: Final = (
     "--max-num-seqs=4",
     "--max-model-len=256",
     "--dtype=bfloat16",
+    # No more cache than a request or two need: several servers share this machine.
+    "--num-gpu-blocks-override=32",
 )
 #: Seconds that a server may take to start, a call of the benchmark to be answered, and a trainer's command to run.
 _START_S: Final = 300.0
@@ -70,21 +72,19 @@ def free_port() -> int:
 
 
 class BenchServer:
-    """A ``weightpush serve`` with the benchmark's plugin, pinned to one core. ``wait`` until it serves."""
+    """A ``weightpush serve`` with the benchmark's plugin. It starts on all cores; `wait` pins it to its own."""
 
-    def __init__(self, directory: Path, log: Path) -> None:
+    def __init__(self, directory: Path, log: Path, arguments: Sequence[str] = ()) -> None:
         self.directory = directory
         self.log = log
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "weightpush_client", "serve", str(directory), "--end-with-stdin"]
-        command += [f"--port={port}", "--host=127.0.0.1", *_OPTIONS]
+        command += [f"--port={port}", "--host=127.0.0.1", *_OPTIONS, *arguments]
         self._file = log.open("a")
         self._child = ServerChild(command, environment(), self._echo)
         # Somebody has to wait for it, or its end is never known.
         threading.Thread(target=self._child.wait, name="server-end", daemon=True).start()
-        # It is not further than loading Python: whatever it starts inherits this.
-        os.sched_setaffinity(self._child.pid, {cores()[1]})
         # Cut off by its own caller where it hangs; a proxy of the environment has no business here.
         self._http = httpx.Client(base_url=self.url, trust_env=False, timeout=_CALL_S)
 
@@ -92,7 +92,7 @@ class BenchServer:
         print(line, file=self._file, flush=True)
 
     def wait(self) -> BenchServer:
-        """Wait until it serves.
+        """Wait until it serves, and give all of it one core.
 
         Raises:
             BenchError: it ended, or took too long.
@@ -103,9 +103,16 @@ class BenchServer:
                 raise BenchError(f"the server on {self.directory.name} ended:\n{self._child.tail(25)}")
             with contextlib.suppress(httpx.HTTPError):
                 if self._http.get("/reload/status", timeout=5).status_code == 200:
+                    self._pin()
                     return self
             time.sleep(0.2)
         raise BenchError(f"the server on {self.directory.name} was not up in time:\n{self._child.tail(25)}")
+
+    def _pin(self) -> None:
+        for pid in self.processes():
+            with contextlib.suppress(OSError):  # One of them may have ended.
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    os.sched_setaffinity(int(task.name), {cores()[1]})
 
     @property
     def process_alive(self) -> bool:

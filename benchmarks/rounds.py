@@ -15,9 +15,8 @@ def order(competitors: Sequence[_T], number: int) -> list[_T]:
 
     So nobody always follows the same neighbour, and a machine that gets slower or faster does so for all.
     """
-    start = number % len(competitors) if competitors else 0
-    turned = [*competitors[start:], *competitors[:start]]
-    return turned[::-1] if number % 2 else turned
+    step = -1 if number % 2 else 1
+    return [competitors[(number + step * turn) % len(competitors)] for turn in range(len(competitors))]
 
 
 @dataclass(slots=True)

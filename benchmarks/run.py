@@ -68,6 +68,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--others", default=",".join(OTHERS), help=f"comma-separated (default {','.join(OTHERS)})")
     parser.add_argument("--rounds", type=int, help="timed rounds after the warm-up (default 5, quick 1)")
     parser.add_argument("--bucket-mb", type=float, help="size of a bucket in MiB (default: the library's own)")
+    parser.add_argument("--storage-policy", default="scratch", help="the servers' (default scratch)")
     parser.add_argument("--growth", default=None, help=f"comma-separated, or none (default {_GROWTH}, quick none)")
     parser.add_argument("--no-profile", action="store_true", help="leave the profiles of pushes out")
     parser.add_argument("--out", type=Path, help="folder for results (default docs/benchmarks, quick: a temporary one)")
@@ -100,7 +101,15 @@ def _compare(model: Model, given: argparse.Namespace, folder: Path, log: Path) -
     bucket_bytes = None if given.bucket_mb is None else int(given.bucket_mb * 2**20)
     try:
         with TrainerProcess(log) as trainer:
-            comparison = Comparison(model, trainer, own, log, bucket_bytes=bucket_bytes, tell=tell)
+            comparison = Comparison(
+                model,
+                trainer,
+                own,
+                log,
+                bucket_bytes=bucket_bytes,
+                server_arguments=[f"--storage-policy={given.storage_policy}"],
+                tell=tell,
+            )
             competitors = ways(given.transports.split(","), given.modes.split(","), given.others.split(","))
             return comparison.run(competitors, rounds=given.rounds, profile=profile)
     except BenchError as error:
