@@ -155,7 +155,10 @@ class BeginAnswer(_Answer):
 
 
 class StreamRequest(_Request):
-    """``POST /reload/stream`` as JSON: bucket ``bucket`` comes next over the collective transport.
+    """``POST /reload/stream`` as JSON: bucket ``bucket`` comes next over the transport of the update.
+
+    ``count``: and so many in all from this one on. Only ``shm`` can have more than one announced: there the digests
+    come with each bucket, and are not in the call.
 
     A call repeated with its ``call_id`` is a retry and changes nothing; the same bucket under another one is an error.
     """
@@ -163,6 +166,7 @@ class StreamRequest(_Request):
     update_id: UpdateId
     epoch: Epoch | None = None
     bucket: BucketNumber
+    count: Annotated[int, Field(ge=1, le=MAX_TENSORS)] = 1
     call_id: UpdateId | None = None
     digests: Annotated[dict[TensorName, TensorDigest], Field(max_length=MAX_TENSORS)] = Field(default_factory=dict)
 

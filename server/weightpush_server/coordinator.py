@@ -197,13 +197,13 @@ class Coordinator:
     # stream
 
     async def announce(self, request: StreamRequest) -> StreamAnswer:
-        """Let the workers expect a bucket on the collective transport."""
+        """Let the workers expect a bucket, or several, on the transport of the update."""
         return await self._life.step(request.update_id, self._announce(request))
 
     async def _announce(self, request: StreamRequest) -> StreamAnswer:
         self._life.check_workers(self._shared.control().active(request.update_id, request.epoch))
         with self._life.change(request.update_id, request.epoch) as (_, update):
-            fresh = update.take_bucket(request.bucket, request.call_id, as_body=False)
+            fresh = update.take_bucket(request.bucket, request.call_id, as_body=False, count=request.count)
         if fresh:
             await self._life.rpc(
                 request.update_id,
@@ -213,6 +213,7 @@ class Coordinator:
                 request.bucket,
                 request.digests,
                 None,
+                request.count,
             )
         return self._progress(update, request.bucket)
 

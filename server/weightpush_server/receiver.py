@@ -15,12 +15,13 @@ from typing import Final
 
 import torch
 
-from weightpush_protocol.digest import tensor_digest
+from weightpush_protocol.digest import bucket_digests
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_protocol.messages import BeginRequest, DigestKind, UpdateMode
 from weightpush_protocol.transports.base import BorrowingReceiver, Receiver
 from weightpush_protocol.transports.endpoints import make_receiver
+from weightpush_protocol.transports.frames import frame_bytes, read_digests
 from weightpush_protocol.transports.http import digests_from_metadata, parse_header
 from weightpush_server.hostcopy import HostCopy
 from weightpush_server.progress import ProgressWriter
@@ -99,7 +100,7 @@ class UpdateReceiver:
         return self._session
 
     def expect(self, bucket: int, digests: dict[str, str], spool: Path | None = None) -> None:
-        """Announce the next bucket. Returns at once."""
+        """Announce the next bucket. Returns at once. Over shm its ``digests`` come with it."""
         self._jobs.put(_Job(bucket, digests, spool))
 
     @property
@@ -161,8 +162,7 @@ class UpdateReceiver:
         with self.seconds.booking("receive"):
             buffer, entries, digests = self._read_spool(job) if job.spool is not None else self._receive(job)
         with self.seconds.booking("digest"):
-            for spec, offset in entries:
-                self._check_digest(spec, buffer[offset : offset + spec.nbytes], digests.get(spec.name))
+            self._check_digests(buffer, entries, digests)
         if self._copy is not None:
             with self.seconds.booking("copy"):
                 for spec, offset in entries:
@@ -198,8 +198,12 @@ class UpdateReceiver:
         manifest = self.begin.manifest
         nbytes, timeout_s = manifest.buckets[job.bucket].nbytes, self.begin.deadlines.bucket_s
         if isinstance(self._transport, BorrowingReceiver):
-            lent = self._transport.borrow(job.bucket, nbytes, timeout_s)
-            return lent, manifest.bucket_tensors(job.bucket), job.digests
+            entries = manifest.bucket_tensors(job.bucket)
+            # It was announced before the trainer began to gather it, which may take as long as its lease.
+            timeout_s = max(timeout_s, self.begin.deadlines.lease_s)
+            frame = self._transport.borrow(job.bucket, frame_bytes(nbytes, len(entries)), timeout_s)
+            digests = read_digests(frame, nbytes, len(entries))
+            return frame[:nbytes], entries, dict(zip((spec.name for spec, _ in entries), digests, strict=True))
         if self._buffer is None:
             largest = max(bucket.nbytes for bucket in manifest.buckets)
             self._buffer = torch.empty(largest, dtype=torch.uint8, device=self._wire_device)
@@ -247,20 +251,28 @@ class UpdateReceiver:
         for spec, _ in manifest.bucket_tensors(number):
             yield spec
 
-    def _check_digest(self, spec: TensorSpec, raw: torch.Tensor, expected: str | None) -> None:
+    def _check_digests(
+        self, buffer: torch.Tensor, entries: list[tuple[TensorSpec, int]], expected: dict[str, str]
+    ) -> None:
         if self.begin.digest is DigestKind.NONE:
             return
-        if expected is None:
-            message = f"no digest came with {spec.name!r}; send digests, or begin with digest 'none'"
-            raise WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details={"tensor": spec.name})
+        for spec, _ in entries:
+            if spec.name not in expected:
+                message = f"no digest came with {spec.name!r}; send digests, or begin with digest 'none'"
+                raise WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details={"tensor": spec.name})
         # Only one worker's bytes of a staged update ever land.
-        looks = self._copy is not None or not self._staged
-        found = tensor_digest(raw) if looks else expected
-        if found != expected:
-            message = f"{spec.name!r} arrived changed: digest {found}, the trainer says {expected}"
-            details = {"tensor": spec.name, "expected": expected, "given": found}
-            raise WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details=details)
-        self.digests[spec.name] = found
+        if self._copy is not None or not self._staged:
+            found = bucket_digests(buffer, [(offset, spec.nbytes) for spec, offset in entries])
+            for (spec, _), digest in zip(entries, found, strict=True):
+                if digest != expected[spec.name]:
+                    raise _changed(spec.name, digest, expected[spec.name])
+        self.digests.update({spec.name: expected[spec.name] for spec, _ in entries})
+
+
+def _changed(name: str, found: str, expected: str) -> WeightPushError:
+    message = f"{name!r} arrived changed: digest {found}, the trainer says {expected}"
+    details = {"tensor": name, "expected": expected, "given": found}
+    return WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details=details)
 
 
 def _mismatch(code: ErrorCode, bucket: int, name: str, what: str) -> WeightPushError:

@@ -113,27 +113,29 @@ class UpdateRecord(BaseModel):
         self.phase_seconds[self.phase.value] = round(spent, 6)
         self.phase, self.phase_since, self.lease_renewed = phase, now, now
 
-    def take_bucket(self, bucket: int, call_id: str | None, *, as_body: bool) -> bool:
-        """Count ``bucket`` as announced; return ``False`` for a retry of the last call.
+    def take_bucket(self, bucket: int, call_id: str | None, *, as_body: bool, count: int = 1) -> bool:
+        """Count ``count`` buckets from ``bucket`` on as announced; return ``False`` for a retry of the last call.
 
         Raises:
             WeightPushError: ``bucket_out_of_order``: it came twice, too early, after the end, or on another way than
-                this update's transport.
+                this update's transport, or several at once where that is not possible.
         """
-        if call_id is not None and call_id == self.last_call_id and bucket == self.buckets_announced - 1:
+        if call_id is not None and call_id == self.last_call_id and bucket == self.buckets_announced - count:
             return False
         if as_body != (self.transport == "http"):
             came = "came as a request body" if as_body else "was announced"
             raise self._bucket_error(bucket, f"{came}, but this update goes over {self.transport}")
         if self.phase is not Phase.RECEIVING or self.preparing or self.finishing:
             raise self._bucket_error(bucket, f"came while the update was {self.phase.value}")
-        if self.buckets_total and bucket >= self.buckets_total:
-            raise self._bucket_error(bucket, f"is beyond the plan of {self.buckets_total} buckets")
+        if count > 1 and self.transport != "shm":
+            raise self._bucket_error(bucket, f"was announced with others, but over {self.transport} each comes alone")
+        if self.buckets_total and bucket + count > self.buckets_total:
+            raise self._bucket_error(bucket + count - 1, f"is beyond the plan of {self.buckets_total} buckets")
         if bucket < self.buckets_announced:
             raise self._bucket_error(bucket, "came twice")
         if bucket > self.buckets_announced:
             raise self._bucket_error(bucket, f"came out of order: bucket {self.buckets_announced} is next")
-        self.buckets_announced += 1
+        self.buckets_announced += count
         self.last_call_id = call_id
         return True
 

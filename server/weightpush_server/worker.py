@@ -17,6 +17,7 @@ from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_protocol.messages import BeginRequest, CopyRole, ManifestAnswer, UpdateMode, VerifyRequest
 from weightpush_protocol.transports.base import check_available
+from weightpush_protocol.transports.frames import largest_frame
 from weightpush_server.ranks import server_rank
 from weightpush_server.receiver import UpdateReceiver
 from weightpush_server.reload import (
@@ -218,12 +219,15 @@ class WeightPushWorkerExtension:
         return {}
 
     @_rpc
-    def weightpush_expect(self, epoch: int, bucket: int, digests: dict[str, str], spool: str | None) -> dict[str, Any]:
-        """Announce bucket ``bucket``. Returns at once."""
+    def weightpush_expect(
+        self, epoch: int, bucket: int, digests: dict[str, str], spool: str | None, count: int = 1
+    ) -> dict[str, Any]:
+        """Announce ``count`` buckets from ``bucket`` on. Returns at once."""
         receiver = _state(self).current(epoch).receiver
         if receiver is None:
             raise WeightPushError(ErrorCode.BUCKET_OUT_OF_ORDER, "a bucket was announced to an update that takes none")
-        receiver.expect(bucket, digests, Path(spool) if spool is not None else None)
+        for number in range(bucket, bucket + count):
+            receiver.expect(number, digests, Path(spool) if spool is not None else None)
         return {}
 
     @_rpc
@@ -318,9 +322,9 @@ def _check_transport(begin: BeginRequest, state: WorkerState) -> None:
             ErrorCode.INVALID_REQUEST, f"transport {begin.transport.name} needs the bucket plan in manifest.buckets"
         )
     room = begin.transport.buffer_bytes
-    largest = max((bucket.nbytes for bucket in begin.manifest.buckets), default=0)
+    largest = largest_frame(begin.manifest.buckets)
     if begin.transport.name == "shm" and room is not None and largest > room:
-        message = f"the largest bucket has {largest} bytes, the trainer's shared buffers hold {room}"
+        message = f"the largest bucket has {largest} bytes with its digests, the trainer's shared buffers hold {room}"
         raise WeightPushError(ErrorCode.INVALID_REQUEST, message, details={"bytes": largest, "buffer_bytes": room})
 
 

@@ -24,6 +24,7 @@ from weightpush_protocol.manifest import build_manifest
 from weightpush_protocol.messages import BeginRequest
 from weightpush_protocol.transports.base import LendingSender, Sender
 from weightpush_protocol.transports.collective import CollectiveSender
+from weightpush_protocol.transports.frames import frame_bytes, largest_frame, write_digests
 from weightpush_protocol.transports.shm_sender import ShmSender
 
 _BUCKET_BYTES: Final = 40_000
@@ -95,15 +96,25 @@ def _push(directory: str, transport: str, workers: int, buffers: Buffers) -> Non
     manifest = build_manifest((item.sent for item in outgoing), _BUCKET_BYTES)
     sender: Sender
     if transport == "shm":
-        largest = max(bucket.nbytes for bucket in manifest.buckets)
-        sender = ShmSender(buffers.share(2, largest), world_size=1 + workers)
+        sender = ShmSender(buffers.share(2, largest_frame(manifest.buckets)), world_size=1 + workers)
     else:
         sender = CollectiveSender("gloo", host="127.0.0.1", world_size=1 + workers)
 
+    frames: dict[int, torch.Tensor] = {}
+
+    def lend(number: int) -> torch.Tensor:
+        assert isinstance(sender, LendingSender)
+        bucket = manifest.buckets[number]
+        frames[number] = sender.lend(frame_bytes(bucket.nbytes, len(bucket.tensors)), _WAIT_S)
+        return frames[number][: bucket.nbytes]
+
     def deliver(number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
-        _tell(bucket=number, digests=digests)
+        frame = frames.pop(number, None)
+        _tell(bucket=number, digests={} if frame is not None else digests)
         sys.stdin.readline()
-        sender.send(number, buffer, _WAIT_S)
+        if frame is not None:
+            write_digests(frame, buffer.numel(), list(digests.values()))
+        sender.send(number, buffer if frame is None else frame, _WAIT_S)
 
     begin = BeginRequest(weight_version=directory, manifest=manifest, transport=sender.config)
     _tell(begin=begin.model_dump_json())
@@ -119,7 +130,7 @@ def _push(directory: str, transport: str, workers: int, buffers: Buffers) -> Non
             digest=begin.digest,
             device=torch.device("cpu"),
             buffers=buffers,
-            lend=(lambda nbytes: sender.lend(nbytes, _WAIT_S)) if isinstance(sender, LendingSender) else None,
+            lend=lend if isinstance(sender, LendingSender) else None,
         ).run()
         _tell(end=True)
         sys.stdin.readline()

@@ -52,6 +52,7 @@ from weightpush_protocol.messages import (
 )
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_protocol.transports.base import TransportConfig
+from weightpush_protocol.transports.frames import frame_bytes, read_digests
 from weightpush_protocol.transports.http import digests_from_metadata, parse_header
 
 TOKEN = "a-token-of-the-tests"
@@ -346,8 +347,9 @@ class ContractServer:
             number = announced.bucket
             if number not in update.buckets:
                 await self._settled(update)
-                update.buckets.add(number)
-                update.pending = asyncio.ensure_future(self._receive(update, number, announced.digests))
+                numbers = range(number, number + announced.count)
+                update.buckets.update(numbers)
+                update.pending = asyncio.ensure_future(self._receive_all(update, numbers, announced.digests))
         else:
             query = request.query_params
             update = self._active(query["update_id"], int(query["epoch"]))
@@ -372,9 +374,17 @@ class ContractServer:
         )
         return Response(answer.model_dump_json(), media_type="application/json")
 
+    async def _receive_all(self, update: _Update, numbers: Sequence[int], digests: dict[str, str]) -> None:
+        for number in numbers:
+            if self._update is update:
+                await self._receive(update, number, digests)
+
     async def _receive(self, update: _Update, number: int, digests: dict[str, str]) -> None:
         manifest, deadlines = update.request.manifest, update.request.deadlines
-        nbytes = manifest.buckets[number].nbytes
+        nbytes, entries = manifest.buckets[number].nbytes, manifest.bucket_tensors(number)
+        framed = update.request.transport.name == "shm"
+        if framed:
+            nbytes = frame_bytes(nbytes, len(entries))
         calls = [self._in_thread(worker, "receive", number, nbytes, deadlines.bucket_s) for worker in self.workers]
         copies = await asyncio.gather(*calls, return_exceptions=True)
         try:
@@ -383,9 +393,15 @@ class ContractServer:
                     raise copy
                 data = bytes(copy) if isinstance(copy, bytes) else copy.numpy().tobytes()
                 self.bytes_received += len(data)
+                if framed:
+                    frame = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                    found = read_digests(frame, manifest.buckets[number].nbytes, len(entries))
+                    digests = dict(zip((spec.name for spec, _ in entries), found, strict=True))
                 self._land(update, number, data, digests)
         except WeightPushError as error:
             self._end(error)
+            # Workers of a real server are told, and hang up.
+            await asyncio.gather(*(self._in_thread(worker, "close") for worker in self.workers))
 
     def _land(self, update: _Update, number: int, data: bytes, digests: dict[str, str]) -> None:
         for spec, offset in update.request.manifest.bucket_tensors(number):

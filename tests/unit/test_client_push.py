@@ -624,7 +624,7 @@ def test_a_digest_that_does_not_fit_fails_the_push(
     transport: str, make_server: MakeServer, workers: list[ReceiverProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server(workers=workers)
-    monkeypatch.setattr("weightpush_client.stream.tensor_digest", lambda _: "0" * 16)
+    monkeypatch.setattr("weightpush_client.stream.bucket_digests", lambda _, places: ["0" * 16 for _ in places])
     error = push_fails(server, transport=transport)
     assert error.code is ErrorCode.DIGEST_MISMATCH
     # From the answer to the abort.

@@ -15,6 +15,7 @@ from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode
 from weightpush_protocol.manifest import Manifest, TensorSpec, build_manifest
 from weightpush_protocol.messages import BeginRequest
+from weightpush_protocol.transports.frames import frame_bytes, largest_frame, write_digests
 from weightpush_protocol.transports.shared_memory import SharedBuffers
 from weightpush_protocol.transports.shm_sender import ShmSender
 from weightpush_server.progress import ProgressWriter
@@ -47,7 +48,7 @@ def update(
     live: Started, manifest: Manifest, progress: ProgressWriter, *, planned: bool
 ) -> Iterator[tuple[ShmSender, UpdateReceiver]]:
     """Open a sender, and a receiver that lands into ``live``."""
-    sender = ShmSender(SharedBuffers(2, max(bucket.nbytes for bucket in manifest.buckets)), world_size=2)
+    sender = ShmSender(SharedBuffers(2, largest_frame(manifest.buckets)), world_size=2)
     begin = BeginRequest(weight_version="v1", manifest=manifest, transport=sender.config)
     receiver = UpdateReceiver(begin, epoch=EPOCH, rank=0, device=CPU, progress=progress)
     receiver.attach(live.begin(plan=live.plan(B) if planned else None))
@@ -69,15 +70,17 @@ def send(
     scribble: Callable[[torch.Tensor], None] = NO_POISON,
 ) -> None:
     """Gather, digest and send one bucket; ``scribble`` on it after its digests were taken."""
-    buffer = sender.lend(manifest.buckets[number].nbytes, WAIT_S)
-    digests = {}
-    for spec, offset in manifest.bucket_tensors(number):
-        raw = buffer[offset : offset + spec.nbytes]
+    entries, nbytes = manifest.bucket_tensors(number), manifest.buckets[number].nbytes
+    frame = sender.lend(frame_bytes(nbytes, len(entries)), WAIT_S)
+    digests = []
+    for spec, offset in entries:
+        raw = frame[offset : offset + spec.nbytes]
         raw.view(spec.torch_dtype).view(spec.shape).copy_(tensors[spec.name])
-        digests[spec.name] = tensor_digest(raw)
-    scribble(buffer)
-    receiver.expect(number, digests)
-    sender.send(number, buffer, WAIT_S)
+        digests.append(tensor_digest(raw))
+    scribble(frame)
+    write_digests(frame, nbytes, digests)
+    receiver.expect(number, {})
+    sender.send(number, frame, WAIT_S)
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""How a bucket reaches all servers: broadcast after an announcement, as an HTTP body, or both at once."""
+"""How a bucket reaches all servers: broadcast, shown in shared memory, as an HTTP body, or several of these at once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -23,6 +24,7 @@ from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest
 from weightpush_protocol.messages import Status, StreamRequest
 from weightpush_protocol.transports.base import LendingSender, Sender
+from weightpush_protocol.transports.frames import frame_bytes, write_digests
 from weightpush_protocol.transports.http import digests_to_metadata, encode_header
 
 # How long a server may take to notice what its trainer has noticed already, and how often it is asked.
@@ -40,10 +42,14 @@ class OpenUpdate:
     scope: CallScope
 
 
+_Way = tuple[Link, Fleet, OpenUpdate]
+
+
 class Delivery:
     """Sends buckets over all ``links``, at the same time; ``fleet`` and ``update`` are those of all servers.
 
-    ``interrupt`` must make what still runs over the other links fail soon.
+    ``interrupt`` must make what still runs over the links fail soon. Use it as a context manager: entering it announces
+    all that comes through shared memory, and leaving it waits for the answer.
     """
 
     def __init__(
@@ -60,16 +66,60 @@ class Delivery:
         ]
         self._manifest = manifest
         self._interrupt = interrupt
+        #: Memory that was lent for a bucket and not yet sent, by number.
+        self._frames: dict[int, torch.Tensor] = {}
+        self._context = ExitStack()
+        self._announced: list[Future[None]] = []
+
+    def __enter__(self) -> Delivery:
+        shared = [way for way in self._ways if isinstance(way[0].sender, LendingSender)]
+        if shared:
+            pool = self._context.enter_context(ThreadPoolExecutor(len(shared), "weightpush-announce"))
+            count = len(self._manifest.buckets)
+            self._announced = [pool.submit(announce, fleet, update, 0, {}, count=count) for _, fleet, update in shared]
+            for announced in self._announced:
+                announced.add_done_callback(self._stop_without)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Wait for the announcements.
+
+        Raises:
+            PushError: a server refused one, or could not be reached; also where that made the stream fail.
+        """
+        self._context.close()
+        failure = _first_failure(self._announced)
+        consequence = error is None or isinstance(error, WeightPushError | CancelledError)
+        if consequence and failure is not None and not isinstance(failure, CancelledError):
+            raise failure from error
+
+    def _stop_without(self, announced: Future[None]) -> None:
+        """Do not wait for workers that were not told what comes."""
+        if announced.exception() is not None:
+            self._interrupt()
 
     def lender(self, device: torch.device) -> Callable[[int], torch.Tensor] | None:
         """Return what lends buffers on ``device`` that need no copy; None where no link has any.
 
         What it returns raises as `__call__` does.
         """
-        for link, fleet, update in self._ways:
-            if isinstance(link.sender, LendingSender) and device.type == "cpu":
-                return partial(_lend, link, link.sender, fleet, update)
+        for way in self._ways:
+            if isinstance(way[0].sender, LendingSender) and device.type == "cpu":
+                return partial(self._lend, way)
         return None
+
+    def _lend(self, way: _Way, number: int) -> torch.Tensor:
+        """Return memory for bucket ``number``, with room for its digests behind it."""
+        link, fleet, update = way
+        assert isinstance(link.sender, LendingSender)
+        bucket = self._manifest.buckets[number]
+        try:
+            frame = link.sender.lend(frame_bytes(bucket.nbytes, len(bucket.tensors)), update.bucket_s)
+        except WeightPushError as error:
+            link.note_lost(error)
+            raise _with_reason(error, fleet, update) from error
+        self._frames[number] = frame
+        return frame[: bucket.nbytes]
 
     def __call__(self, number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
         """Return when bucket ``number`` was delivered to all.
@@ -81,12 +131,17 @@ class Delivery:
         # Only NCCL reads what lies on a GPU.
         host = buffer.cpu() if any(link.name != "nccl" for link, _, _ in self._ways) else buffer
 
-        def send(way: tuple[Link, Fleet, OpenUpdate]) -> None:
+        def send(way: _Way) -> None:
             link, fleet, update = way
             if link.sender is None:
                 deliver_by_body(fleet, update, self._manifest, number, host, digests)
                 return
             try:
+                if isinstance(link.sender, LendingSender):
+                    if number not in self._frames:
+                        self._lend(way, number)
+                    deliver_by_sharing(fleet, update, link.sender, self._frames.pop(number), number, host, digests)
+                    return
                 deliver_by_broadcast(
                     fleet, update, link.sender, number, buffer if link.name == "nccl" else host, digests
                 )
@@ -107,14 +162,6 @@ class Delivery:
                 raise failure
 
 
-def _lend(link: Link, sender: LendingSender, fleet: Fleet, update: OpenUpdate, nbytes: int) -> torch.Tensor:
-    try:
-        return sender.lend(nbytes, update.bucket_s)
-    except WeightPushError as error:
-        link.note_lost(error)
-        raise _with_reason(error, fleet, update) from error
-
-
 def _with_reason(error: WeightPushError, fleet: Fleet, update: OpenUpdate) -> WeightPushError:
     """Return what a server says about a transport that failed with ``error``; else ``error``."""
     reason = servers_reason(fleet, update.update_id, update.scope)
@@ -131,6 +178,54 @@ def _first_failure(done: Iterable[Future[None]]) -> BaseException | None:
     return min(errors, key=lambda error: isinstance(error, CancelledError), default=None)
 
 
+def announce(fleet: Fleet, update: OpenUpdate, number: int, digests: dict[str, str], *, count: int = 1) -> None:
+    """Let all workers expect ``count`` buckets from ``number`` on.
+
+    Raises:
+        PushError: a server refused it.
+    """
+    call_id = uuid.uuid4().hex  # Repeated with the same id, an announcement is known for a retry.
+    fleet.call(
+        lambda index, server: server.announce(
+            StreamRequest(
+                update_id=update.update_id,
+                epoch=update.epochs[index],
+                bucket=number,
+                count=count,
+                call_id=call_id,
+                digests=digests,
+            ),
+            update.bucket_s + SLACK_S,
+        ),
+        update.scope,
+    )
+
+
+def deliver_by_sharing(
+    fleet: Fleet,
+    update: OpenUpdate,
+    sender: LendingSender,
+    frame: torch.Tensor,
+    number: int,
+    buffer: torch.Tensor,
+    digests: dict[str, str],
+) -> None:
+    """Show bucket ``number``, which was announced, to all workers in ``frame``, where it may lie already.
+
+    Raises:
+        PushError: what a server says about a transport that failed.
+        WeightPushError: ``transport_failed``, and no server knows why.
+    """
+    nbytes = buffer.numel()
+    if buffer.data_ptr() != frame.data_ptr():
+        frame[:nbytes].copy_(buffer)
+    write_digests(frame, nbytes, list(digests.values()))
+    try:
+        sender.send(number, frame[: frame_bytes(nbytes, len(digests))], update.bucket_s)
+    except WeightPushError as error:
+        raise _with_reason(error, fleet, update) from error
+
+
 def deliver_by_broadcast(
     fleet: Fleet, update: OpenUpdate, sender: Sender, number: int, buffer: torch.Tensor, digests: dict[str, str]
 ) -> None:
@@ -140,20 +235,7 @@ def deliver_by_broadcast(
         PushError: a server refused it or, where sending failed, what the server says about it.
         WeightPushError: ``transport_failed``: sending failed, and no server knows why.
     """
-    call_id = uuid.uuid4().hex  # Repeated with the same id, an announcement is known for a retry.
-    fleet.call(
-        lambda index, server: server.announce(
-            StreamRequest(
-                update_id=update.update_id,
-                epoch=update.epochs[index],
-                bucket=number,
-                call_id=call_id,
-                digests=digests,
-            ),
-            update.bucket_s + SLACK_S,
-        ),
-        update.scope,
-    )
+    announce(fleet, update, number, digests)
     try:
         sender.send(number, buffer, update.bucket_s)
     except WeightPushError as error:

@@ -118,10 +118,10 @@ class Push:
         if not len(self._fleet):
             assert self._wish.last is not None
             return self._nothing_to_do(), self._wish.last
-        outgoing, manifest = self._plan(source)
         transports = Transports(
             self._settings.transport, self._settings.device or source.device, self._settings.data_host, self._buffers
         )
+        outgoing, manifest = self._plan(source, transports)
         check_seconds = perf_counter() - self._start
         while True:
             request = self._request(manifest)
@@ -251,14 +251,14 @@ class Push:
 
     # what is sent
 
-    def _plan(self, source: WeightSource) -> tuple[list[Outgoing], Manifest]:
+    def _plan(self, source: WeightSource, transports: Transports) -> tuple[list[Outgoing], Manifest]:
         expected = self._expected()
         outgoing = align(source, expected)
         check_tied(source, outgoing, expected.tied)
         if self._wish.catches_up and self._wish.last is not None:
             self._wish.last.check_same(digests_of(source, outgoing))
         # What is gathered from other ranks takes memory beside the two buffers: together no more than two buckets.
-        bucket_bytes = self._settings.bucket_bytes
+        bucket_bytes = transports.bucket_bytes(transports.names(self._statuses), self._settings.bucket_bytes)
         if source.ranks > 1:
             bucket_bytes = max(1, bucket_bytes // 2)
         return outgoing, build_manifest((item.sent for item in outgoing), bucket_bytes)

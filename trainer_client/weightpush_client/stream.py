@@ -6,21 +6,24 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Final
 
 import torch
 
 from weightpush_client.align import Outgoing
 from weightpush_client.sources import WeightSource
-from weightpush_protocol.digest import tensor_digest
+from weightpush_protocol.digest import bucket_digests
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest
 from weightpush_protocol.messages import DigestKind
 from weightpush_protocol.transports.shared_memory import SharedBuffers
 
-#: Returns a buffer for a bucket of that many bytes, once nobody reads it any more.
+#: Returns a buffer for the bucket of that number, once nobody reads what was there before.
 Lend = Callable[[int], torch.Tensor]
 #: Sends bucket ``number``: its bytes as a 1-d uint8 tensor, and the digests of its tensors by name.
 Deliver = Callable[[int, torch.Tensor, dict[str, str]], None]
+#: So much is hashed while it is still in the processor's cache, of the second level.
+_CACHED_BYTES: Final = 512 * 1024
 
 
 @dataclass(slots=True)
@@ -93,6 +96,29 @@ class Buffers:
             self._shared = None
 
 
+class _Digests:
+    """Digests of the tensors in ``buffer``, taken of several at a time: a call costs more than a small tensor."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._waiting: list[tuple[str, tuple[int, int]]] = []
+        self._nbytes = 0
+        self.taken: dict[str, str] = {}
+
+    def add(self, name: str, offset: int, nbytes: int) -> int:
+        """Note a tensor that is there now; return how many bytes wait in memory that the processor's cache holds."""
+        self._waiting.append((name, (offset, nbytes)))
+        self._nbytes += nbytes
+        # A GPU copies later than it is told to.
+        return 0 if self._buffer.is_cuda else self._nbytes
+
+    def take(self) -> None:
+        """Take the digests of those that wait."""
+        found = bucket_digests(self._buffer, [place for _, place in self._waiting])
+        self.taken.update(zip((name for name, _ in self._waiting), found, strict=True))
+        self._waiting, self._nbytes = [], 0
+
+
 class BucketStream:
     """Sends all buckets of ``manifest``, which describes ``outgoing`` in the same order.
 
@@ -148,12 +174,11 @@ class BucketStream:
             try:
                 for number, bucket in enumerate(self._manifest.buckets):
                     if self._lend is not None:
-                        buffer = self._borrow(self._lend, bucket.nbytes)
+                        buffer = self._borrow(self._lend, number)
                     else:
                         # Bucket number-2 used this buffer, and was delivered before number-1 was handed over.
                         buffer = buffers[number % len(buffers)][: bucket.nbytes]
-                    self._gather(number, buffer, tensors)
-                    digests = self._hash(number, buffer)
+                    digests = self._gather(number, buffer, tensors)
                     self._await_delivery(number - 1)
                     self._pending = executor.submit(self._send, number, buffer, digests)
                 self._await_delivery(len(self._manifest.buckets) - 1)
@@ -163,10 +188,10 @@ class BucketStream:
                 self._buffers.drop()
                 raise
 
-    def _borrow(self, lend: Lend, nbytes: int) -> torch.Tensor:
+    def _borrow(self, lend: Lend, number: int) -> torch.Tensor:
         start = perf_counter()
         try:
-            return lend(nbytes)
+            return lend(number)
         except WeightPushError:
             # Why the bucket before could not be delivered tells more.
             if self._pending is not None and self._pending.done():
@@ -180,9 +205,11 @@ class BucketStream:
         pinned = self._device.type == "cpu" and self._source.device.type == "cuda"
         return self._buffers.take(min(2, len(self._manifest.buckets)), size, self._device, pinned=pinned)
 
-    def _gather(self, number: int, buffer: torch.Tensor, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        start = perf_counter()
+    def _gather(self, number: int, buffer: torch.Tensor, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:
+        """Fill ``buffer``; return the digests of its tensors as they lie there, none where the update has none."""
+        start, hashing = perf_counter(), self.seconds.digest
         bucket = self._manifest.buckets[number]
+        digests = _Digests(buffer) if self._digest is not DigestKind.NONE else None
         # A bucket is a contiguous run of the manifest, laid out in another order.
         for index, offset in sorted(zip(bucket.tensors, bucket.offsets, strict=True)):
             tensor = self._next_tensor(index, tensors)
@@ -191,12 +218,26 @@ class BucketStream:
                 view = buffer[offset : offset + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
                 # Casts, gathers strided views and crosses devices in one pass; equal to tensor.to(dtype).
                 view.copy_(tensor)
+            if digests is not None and digests.add(spec.name, offset, spec.nbytes) >= _CACHED_BYTES:
+                self._take(digests)
             if self._pending is not None and self._pending.done():
                 self._pending.result()
         if buffer.is_cuda:
             # The sending thread has a stream of its own.
             torch.cuda.current_stream(buffer.device).synchronize()
-        self.seconds.gather += perf_counter() - start
+        if digests is not None:
+            self._take(digests)
+            self.digests.update(digests.taken)
+        self.seconds.gather += perf_counter() - start - (self.seconds.digest - hashing)
+        if digests is None:
+            return {}
+        names = [self._manifest.tensors[index].name for index in bucket.tensors]
+        return {name: digests.taken[name] for name in names}
+
+    def _take(self, digests: _Digests) -> None:
+        start = perf_counter()
+        digests.take()
+        self.seconds.digest += perf_counter() - start
 
     def _next_tensor(self, index: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
         held, sent = self._outgoing[index].held, self._outgoing[index].sent
@@ -214,18 +255,6 @@ class BucketStream:
                 held.name,
             )
         return tensor
-
-    def _hash(self, number: int, buffer: torch.Tensor) -> dict[str, str]:
-        if self._digest is DigestKind.NONE:
-            return {}
-        start = perf_counter()
-        digests = {
-            spec.name: tensor_digest(buffer[offset : offset + spec.nbytes])
-            for spec, offset in self._manifest.bucket_tensors(number)
-        }
-        self.digests.update(digests)
-        self.seconds.digest += perf_counter() - start
-        return digests
 
     def _send(self, number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
         start = perf_counter()

@@ -18,12 +18,16 @@ from weightpush_protocol.manifest import Manifest
 from weightpush_protocol.messages import Status
 from weightpush_protocol.transports.base import Sender, TransportConfig, TransportName, check_available
 from weightpush_protocol.transports.collective import CollectiveSender
+from weightpush_protocol.transports.frames import largest_frame
 from weightpush_protocol.transports.shared_memory import host_id
 from weightpush_protocol.transports.shm_sender import ShmSender
 from weightpush_protocol.transports.sockets import pick_host
 
 #: What ``transport=`` may be.
 TRANSPORTS: Final = ("auto", *get_args(TransportName))
+
+#: Largest bucket over shared memory. Larger ones would only wait for one another, and fit no cache.
+_SHARED_BUCKET_BYTES: Final = 16 * 2**20
 
 _logger = logging.getLogger("weightpush")
 
@@ -102,6 +106,11 @@ class Transports:
             for status in statuses
         ]
 
+    @staticmethod
+    def bucket_bytes(names: Sequence[str], limit: int) -> int:
+        """Return how large buckets are cut for servers with these `names`, of at most ``limit`` bytes."""
+        return min(limit, _SHARED_BUCKET_BYTES) if set(names) == {"shm"} else limit
+
     def links(
         self, names: Sequence[str], urls: Sequence[str], statuses: Sequence[Status], manifest: Manifest
     ) -> list[Link]:
@@ -167,8 +176,8 @@ class Transports:
     def _make_sender(self, name: str, urls: Sequence[str], world_size: int, manifest: Manifest) -> Sender:
         if name == "shm":
             check_available("shm", self.device)
-            largest = max((bucket.nbytes for bucket in manifest.buckets), default=0)
-            return ShmSender(self._buffers.share(max(1, min(2, len(manifest.buckets))), largest), world_size=world_size)
+            count = max(1, min(2, len(manifest.buckets)))
+            return ShmSender(self._buffers.share(count, largest_frame(manifest.buckets)), world_size=world_size)
         return CollectiveSender(
             "nccl" if name == "nccl" else "gloo",
             host=self._data_host or _host_for(urls),

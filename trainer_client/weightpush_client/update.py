@@ -140,22 +140,22 @@ class Update:
             WeightPushError: what a server, the transport or the source says; anything that they or the progress
                 callback raise.
         """
-        delivery = self._delivery()
-        stream = BucketStream(
-            source,
-            outgoing,
-            self._request.manifest,
-            deliver=delivery,
-            interrupt=self._interrupt,
-            delivered=self._delivered,
-            digest=self._request.digest,
-            device=device,
-            buffers=buffers,
-            lend=delivery.lender(device),
-        )
-        self._report(PushPhase.STREAM)
-        self.digests = stream.digests
-        stream.run()
+        with self._delivery() as delivery:
+            stream = BucketStream(
+                source,
+                outgoing,
+                self._request.manifest,
+                deliver=delivery,
+                interrupt=self._interrupt,
+                delivered=self._delivered,
+                digest=self._request.digest,
+                device=device,
+                buffers=buffers,
+                lend=delivery.lender(device),
+            )
+            self._report(PushPhase.STREAM)
+            self.digests = stream.digests
+            stream.run()
         times = stream.seconds
         self._seconds |= {"gather": times.gather, "digest": times.digest, "send": times.send, "wait": times.wait}
 

@@ -6,6 +6,7 @@
     endpoints.py    a worker's end of whatever transport ``begin`` names
     shm_sender.py, shm_receiver.py   shared memory on one host
       shm_endpoint.py   what both ends have in common
+      frames.py         what lies there: a bucket and its digests
       shared_memory.py  the memory itself, and who shares a host
       local_links.py    the connections over which it is handed out
     collective.py   gloo and nccl: broadcast of buckets in a process group of our own

@@ -7,9 +7,11 @@ to one group is found by running it once on tensors without data that remember w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,7 +19,10 @@ from torch import nn
 from weightpush_client.sources.base import rejected, spec_of
 from weightpush_client.sources.pieces import Gathered, Node
 from weightpush_client.wrappers import without_wrappers
+from weightpush_protocol.manifest import TensorSpec
 
+#: Of each tensor of a model: dtype and shape.
+_Shapes: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]
 _Revert = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
@@ -40,7 +45,7 @@ def as_saved(model: nn.Module, nodes: Sequence[Node]) -> list[Node]:
         for name in [without_wrappers(node.spec.name)]
         if name.startswith(prefix) and name.removeprefix(prefix) not in ignored
     }
-    saved = _revert_all(inside, revert)
+    saved = _revert_all(inner, inside, revert)
     if saved.keys() == inside.keys() and all(saved[name] is node for name, node in inside.items()):
         return [node for node in nodes if without_wrappers(node.spec.name).removeprefix(prefix) not in ignored]
     outside = [node for node in nodes if not without_wrappers(node.spec.name).startswith(prefix)]
@@ -76,21 +81,46 @@ def _reverted(revert: Any, model: nn.Module, tensors: Mapping[str, torch.Tensor]
     return result
 
 
-def _revert_all(nodes: Mapping[str, Node], revert: _Revert) -> dict[str, Node]:
-    """Return what ``revert`` makes of ``nodes``, in the order in which it yields them."""
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """A tensor of the checkpoint: made of ``sources``, tensors of the model, or the only one of them ``untouched``."""
+
+    name: str
+    sources: tuple[str, ...]
+    spec: TensorSpec
+    untouched: bool
+
+
+#: Which tensors go in, and what becomes of them. It takes long with thousands of experts, and is the same every time.
+_known: WeakKeyDictionary[nn.Module, tuple[_Shapes, list[_Recipe]]] = WeakKeyDictionary()
+
+
+def _revert_all(model: nn.Module, nodes: Mapping[str, Node], revert: _Revert) -> dict[str, Node]:
+    """Return what ``revert`` makes of ``nodes``, the tensors of ``model``, in the order in which it yields them."""
+    shapes = {name: (node.spec.dtype, node.spec.shape) for name, node in nodes.items()}
+    kept = _known.get(model)
+    if kept is None or kept[0] != shapes or list(kept[0]) != list(shapes):
+        kept = _known[model] = shapes, list(_trace(nodes, revert))
     saved: dict[str, Node] = {}
+    for recipe in kept[1]:
+        inputs = {source: nodes[source] for source in recipe.sources}
+        if recipe.untouched:
+            (node,) = inputs.values()
+            saved[recipe.name] = node if recipe.name in inputs else node.renamed(recipe.name)
+            continue
+        leaves = frozenset().union(*(node.leaves for node in inputs.values()))
+        saved[recipe.name] = Node(recipe.spec, leaves, partial(_made, recipe.name, inputs, revert))
+    return saved
+
+
+def _trace(nodes: Mapping[str, Node], revert: _Revert) -> Iterator[_Recipe]:
     for name, result in revert({name: _Traced.of(name, node) for name, node in nodes.items()}).items():
-        sources = sorted(_sources(result))
+        sources = tuple(sorted(_sources(result)))
         if not sources:
             raise rejected(f"transformers makes {name!r} of no tensor of the model", name)
-        if isinstance(result, _Traced) and result.untouched:
-            saved[name] = nodes[sources[0]] if name == sources[0] else nodes[sources[0]].renamed(name)
-            continue
-        inputs = {source: nodes[source] for source in sources}
-        leaves = frozenset().union(*(node.leaves for node in inputs.values()))
+        untouched = isinstance(result, _Traced) and result.untouched
         plain = torch.empty(1, dtype=result.dtype).expand(tuple(result.shape))
-        saved[name] = Node(spec_of(name, plain), leaves, partial(_made, name, inputs, revert))
-    return saved
+        yield _Recipe(name, sources, spec_of(name, plain), untouched)
 
 
 def _made(name: str, inputs: Mapping[str, Node], revert: _Revert, gathered: Gathered) -> torch.Tensor:
