@@ -38,6 +38,7 @@ rendezvous_failed          422    data plane did not come up in time; nothing ch
 asleep                     409    the engine sleeps; nothing changed
 drain_failed               409    running requests could not be drained; nothing changed
 update_in_progress         409    another update runs; nothing changed
+unknown_manifest           409    a manifest's digest alone came, and it is not known; nothing changed
 stale_update               409    the call belongs to an older or unknown update; nothing changed
 update_failed              409    this update has already failed; see ``details.cause``
 bucket_out_of_order        409    bucket repeated, skipped or beyond the plan; update failed
@@ -106,6 +107,7 @@ class ErrorCode(StrEnum):
     RENDEZVOUS_FAILED = "rendezvous_failed"
     DRAIN_FAILED = "drain_failed"
     UPDATE_IN_PROGRESS = "update_in_progress"
+    UNKNOWN_MANIFEST = "unknown_manifest"
     STALE_UPDATE = "stale_update"
     UPDATE_FAILED = "update_failed"
     BUCKET_OUT_OF_ORDER = "bucket_out_of_order"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self
 
 from pydantic import (
     AfterValidator,
@@ -53,6 +53,8 @@ Epoch = Annotated[int, Field(ge=0, lt=2**53)]
 BucketNumber = Annotated[int, Field(ge=0, lt=2**31)]
 #: Digest of one tensor, see ``weightpush_protocol.digest``.
 TensorDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+#: Name of a manifest, see ``Manifest.digest``.
+ManifestDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 TensorName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 
 
@@ -111,15 +113,19 @@ class Deadlines(_Request):
     lease_s: PositiveFloat = Field(default=60.0, le=3600)
 
 
-class BeginRequest(_Request):
+class BeginCall(_Request):
     """``POST /reload/begin``. A repeated call with the same ``update_id`` gets the same answer.
+
+    ``manifest_digest`` stands for a manifest that the server has taken before. It remembers the last few, until it is
+    restarted; of any other it says ``unknown_manifest``, and nothing has changed: send the whole one then.
 
     ``partial``: the manifest may leave out tensors, which then stay as they are. The server refuses if it cannot keep
     them exactly. Otherwise the manifest must be a complete checkpoint.
     """
 
     weight_version: WeightVersion
-    manifest: Manifest
+    manifest: Manifest | None = None
+    manifest_digest: ManifestDigest | None = None
     mode: UpdateMode = UpdateMode.DIRECT
     transport: TransportConfig
     in_flight: InFlight = InFlight.WAIT
@@ -127,6 +133,28 @@ class BeginRequest(_Request):
     digest: DigestKind = DigestKind.WP64
     partial: bool = False
     update_id: UpdateId | None = None
+
+    @model_validator(mode="after")
+    def _one_manifest(self) -> Self:
+        if (self.manifest is None) == (self.manifest_digest is None):
+            raise ValueError("bring the manifest, or the digest of one that the server knows")
+        return self
+
+    def with_manifest(self, manifest: Manifest) -> BeginRequest:
+        """Return the request that this call stands for, whose manifest is ``manifest``."""
+        fields = {name: getattr(self, name) for name in BeginCall.model_fields}
+        return BeginRequest.model_construct(**{**fields, "manifest": manifest, "manifest_digest": None})
+
+
+class BeginRequest(BeginCall):
+    """A ``begin`` whose manifest is at hand."""
+
+    manifest: Manifest
+
+    def by_digest(self) -> BeginCall:
+        """Return the call that names the manifest instead of bringing it."""
+        fields = {name: getattr(self, name) for name in BeginCall.model_fields}
+        return BeginCall(**{**fields, "manifest": None, "manifest_digest": self.manifest.digest()})
 
 
 class PlanSummary(_Answer):

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.manifest import ManifestFacts
 from weightpush_protocol.messages import (
     AbortRequest,
     BeginAnswer,
-    BeginRequest,
+    BeginCall,
     DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
@@ -99,19 +100,31 @@ class Coordinator:
 
     # begin
 
-    async def begin(self, request: BeginRequest) -> BeginAnswer:
-        """Check, rendezvous, close the gate, drain, open; or refuse."""
+    async def manifest_facts(self, call: BeginCall) -> ManifestFacts:
+        """Return what the manifest of ``call`` adds up to.
+
+        Raises:
+            WeightPushError: ``unknown_manifest``: only its digest came, and a worker does not know it.
+        """
+        if call.manifest is not None:
+            manifest = call.manifest
+            return await asyncio.to_thread(lambda: manifest.facts)
+        answers = await self._engine.call_within(_MANIFEST_S, "weightpush_facts", call.manifest_digest)
+        return ManifestFacts.model_validate(answers[0]["facts"])
+
+    async def begin(self, request: BeginCall, facts: ManifestFacts) -> BeginAnswer:
+        """Check, rendezvous, close the gate, drain, open; or refuse. ``facts`` are those of its manifest."""
         update_id = request.update_id or uuid.uuid4().hex
         # Off the event loop: a manifest may have hundreds of thousands of tensors.
         body = await asyncio.to_thread(request.model_dump_json)
         digest = hashlib.sha256(body.encode()).hexdigest()
         return await self._life.once(
-            ("begin", update_id, digest), lambda: self._begin(update_id, digest, body, request)
+            ("begin", update_id, digest), lambda: self._begin(update_id, digest, body, request, facts)
         )
 
-    async def _begin(self, update_id: str, digest: str, body: str, request: BeginRequest) -> BeginAnswer:
-        nbytes = await asyncio.to_thread(lambda: request.manifest.nbytes)
-
+    async def _begin(
+        self, update_id: str, digest: str, body: str, request: BeginCall, facts: ManifestFacts
+    ) -> BeginAnswer:
         def make(control: ControlRecord) -> UpdateRecord:
             return UpdateRecord(
                 update_id=update_id,
@@ -124,9 +137,9 @@ class Coordinator:
                 in_flight=request.in_flight,
                 digest=request.digest,
                 deadlines=request.deadlines,
-                tensors_total=len(request.manifest.tensors),
-                bytes_total=nbytes,
-                buckets_total=len(request.manifest.buckets),
+                tensors_total=facts.tensors,
+                bytes_total=facts.nbytes,
+                buckets_total=facts.buckets,
             )
 
         mine, update = self._life.reserve(update_id, digest, make)
@@ -144,7 +157,7 @@ class Coordinator:
                 return answer
             await asyncio.sleep(POLL_S)
 
-    async def _open(self, update: UpdateRecord, body: str, request: BeginRequest) -> BeginAnswer:
+    async def _open(self, update: UpdateRecord, body: str, request: BeginCall) -> BeginAnswer:
         update_id, epoch, deadlines = update.update_id, update.epoch, request.deadlines
         self._check_ranks(request)
         checked = await self._life.rpc(update_id, deadlines.commit_s, "weightpush_check", epoch, body)
@@ -163,7 +176,7 @@ class Coordinator:
             epoch=epoch,
             accepted_transport=request.transport.name,
             mode=update.mode,
-            plan=summarise(request.manifest.tensors, [answer["ways"] for answer in checked]),
+            plan=summarise(update.tensors_total, update.bytes_total, [answer["ways"] for answer in checked]),
         )
         with self._life.change(update_id) as (control, running):
             if staged:
@@ -182,7 +195,7 @@ class Coordinator:
         )
         return answer
 
-    def _check_ranks(self, request: BeginRequest) -> None:
+    def _check_ranks(self, request: BeginCall) -> None:
         transport = request.transport
         if transport.world_size is None:
             return

@@ -15,10 +15,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.manifest import ManifestFacts
 from weightpush_protocol.messages import (
     AbortRequest,
     BeginAnswer,
-    BeginRequest,
+    BeginCall,
     BucketNumber,
     DiskReloadRequest,
     Epoch,
@@ -123,23 +124,24 @@ async def verify(request: Request) -> Response:
     return _json(await context.coordinator.verify(body))
 
 
-@router.post("/begin", responses=responses(BeginAnswer), openapi_extra=json_body(BeginRequest))
+@router.post("/begin", responses=responses(BeginAnswer), openapi_extra=json_body(BeginCall))
 async def begin(request: Request) -> Response:
     """Open an update: check it, bring up the data plane, close the gate, drain, open the model."""
     context = _context(request)
-    body = await _manifest_body(request, BeginRequest)
-    check_bucket_sizes(body, context.config.max_bucket_bytes)
-    return _json(await context.coordinator.begin(body))
+    body = await _manifest_body(request, BeginCall)
+    facts = await context.coordinator.manifest_facts(body)
+    check_bucket_sizes(body.transport.name, facts, context.config.max_bucket_bytes)
+    return _json(await context.coordinator.begin(body, facts))
 
 
-def check_bucket_sizes(begin: BeginRequest, limit: int) -> None:
+def check_bucket_sizes(transport: str, facts: ManifestFacts, limit: int) -> None:
     """Refuse a plan whose buckets could not be sent: the trainer cuts them, and a body has a limit here.
 
     Raises:
         WeightPushError: ``too_large``.
     """
-    largest = max((bucket.nbytes for bucket in begin.manifest.buckets), default=0)
-    if begin.transport.name == "http" and largest > limit:
+    largest = facts.largest_bucket
+    if transport == "http" and largest > limit:
         raise WeightPushError(
             ErrorCode.TOO_LARGE,
             f"the plan has a bucket of {largest} bytes, and this server takes bodies of at most {limit}: push with "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from weightpush_protocol.manifest import TensorSpec
 from weightpush_protocol.messages import PlanSummary
 
 
@@ -21,19 +20,23 @@ class Way(StrEnum):
 _ORDER = {way.value: position for position, way in enumerate(Way)}
 
 
-def summarise(specs: Sequence[TensorSpec], ways: Sequence[str]) -> PlanSummary:
-    """Count each tensor once. ``ways`` holds one string a rank, with one letter of :class:`Way` a tensor.
+def summarise(tensors: int, nbytes: int, ways: Sequence[str]) -> PlanSummary:
+    """Count each of ``tensors`` tensors of ``nbytes`` bytes once.
+
+    ``ways`` holds one string a rank, with one letter of :class:`Way` a tensor.
 
     Raises:
         ValueError: a rank answered for another number of tensors.
     """
-    counts = dict.fromkeys(_ORDER, 0)
-    for letters in zip(specs, *ways, strict=True):
-        counts[max(letters[1:], key=_ORDER.__getitem__)] += 1
+    if any(len(letters) != tensors for letters in ways):
+        raise ValueError(f"the ranks planned {[len(letters) for letters in ways]} tensors, expected {tensors}")
+    slowest = ways[0]
+    if any(letters != slowest for letters in ways):
+        slowest = "".join(max(letters, key=_ORDER.__getitem__) for letters in zip(*ways, strict=True))
     return PlanSummary(
-        in_place=counts[Way.IN_PLACE],
-        scratch=counts[Way.SCRATCH],
-        via_loader=counts[Way.LOADER],
-        ignored=counts[Way.NOWHERE],
-        bytes=sum(spec.nbytes for spec in specs),
+        in_place=slowest.count(Way.IN_PLACE),
+        scratch=slowest.count(Way.SCRATCH),
+        via_loader=slowest.count(Way.LOADER),
+        ignored=slowest.count(Way.NOWHERE),
+        bytes=nbytes,
     )

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
-from weightpush_protocol.messages import BeginRequest, CopyRole, ManifestAnswer, UpdateMode, VerifyRequest
+from weightpush_protocol.messages import BeginCall, BeginRequest, CopyRole, ManifestAnswer, UpdateMode, VerifyRequest
 from weightpush_protocol.transports.base import check_available
 from weightpush_protocol.transports.frames import largest_frame
 from weightpush_server.ranks import server_rank
@@ -99,15 +99,24 @@ class WeightPushWorkerExtension:
         return {"manifest": answer.model_dump_json()}
 
     @_rpc
+    def weightpush_facts(self, manifest_digest: str) -> dict[str, Any]:
+        """Return what a manifest that was taken before adds up to. Raises ``unknown_manifest``."""
+        return {"facts": _state(self).manifests.find(manifest_digest).facts.model_dump()}
+
+    @_rpc
     def weightpush_check(self, epoch: int, begin_json: str) -> dict[str, Any]:
         """Refuse a push that this worker cannot take; return how its tensors would land. Changes no weight."""
-        begin = BeginRequest.model_validate_json(begin_json)
+        call = BeginCall.model_validate_json(begin_json)
         state = _state(self)
         state.enter(epoch)
+        brought = call.manifest
+        begin = call.with_manifest(state.manifests.find(call.manifest_digest or "") if brought is None else brought)
         _check_transport(begin, state)
         ways = _admit(state, begin.manifest.tensors, partial=state.partial(begin))
         state.host_copy(begin.manifest.nbytes, staged=begin.mode is UpdateMode.STAGED)
         state.checked = (epoch, begin)
+        if brought is not None:
+            state.manifests.keep(brought, len(begin_json))
         return {"ways": ways}
 
     @_rpc

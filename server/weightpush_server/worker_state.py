@@ -14,6 +14,7 @@ from weightpush_protocol.transports.shared_memory import host_id
 from weightpush_server.config import ServerConfig
 from weightpush_server.guard import TaintedGuard
 from weightpush_server.hostcopy import HostBudget, HostCopies, HostCopy
+from weightpush_server.known_manifests import KnownManifests
 from weightpush_server.progress import ProgressWriter
 from weightpush_server.ranks import server_rank
 from weightpush_server.receiver import UpdateReceiver
@@ -69,6 +70,7 @@ class WorkerState:
         self.progress = ProgressWriter(self.shared, record)
         #: The ``begin`` that was checked last, with its epoch.
         self.checked: tuple[int, BeginRequest] | None = None
+        self.manifests = KnownManifests()
         self.update: WorkerUpdate | None = None
         self.served: ServedModel | None = None
         #: Copies in host memory; one worker keeps them for its server.

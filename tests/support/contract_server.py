@@ -27,10 +27,11 @@ from fastapi.responses import StreamingResponse
 from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import ProblemKind, TensorSpec, compare_manifest
+from weightpush_protocol.manifest import Manifest, ProblemKind, TensorSpec, compare_manifest
 from weightpush_protocol.messages import (
     AbortRequest,
     BeginAnswer,
+    BeginCall,
     BeginRequest,
     DigestKind,
     DiskReloadRequest,
@@ -161,6 +162,7 @@ class ContractServer:
         self.calls: list[str] = []
         self.authorizations: set[str | None] = set()
         self.begins: list[BeginRequest] = []
+        self.known: dict[str, Manifest] = {}
         self.loads: list[DiskReloadRequest] = []
         self.rollbacks: list[RollbackRequest] = []
         self.weights: dict[str, torch.Tensor] = {}
@@ -299,7 +301,11 @@ class ContractServer:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     async def _begin(self, request: Request) -> Response:
-        begin = BeginRequest.model_validate_json(await request.body())
+        call = BeginCall.model_validate_json(await request.body())
+        manifest = call.manifest or self.known.get(call.manifest_digest or "")
+        if manifest is None:
+            raise WeightPushError(ErrorCode.UNKNOWN_MANIFEST, "no such manifest; send it")
+        begin = call.with_manifest(manifest)
         update = self._update
         if update is None or update.request.update_id != begin.update_id:
             self.begins.append(begin)
@@ -314,6 +320,7 @@ class ContractServer:
                 raise WeightPushError(
                     ErrorCode.MANIFEST_REJECTED, f"the manifest does not fit: {problems[0]}", details=details
                 )
+            self.known[manifest.digest()] = manifest
             self._epoch += 1
             update = self._update = _Update(begin, self._epoch)
             if begin.transport.name != "http":

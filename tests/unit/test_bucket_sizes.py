@@ -4,8 +4,6 @@ import pytest
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec, build_manifest
-from weightpush_protocol.messages import BeginRequest
-from weightpush_protocol.transports.base import TransportConfig
 from weightpush_server.router import check_bucket_sizes
 
 
@@ -14,15 +12,11 @@ def test_a_plan_of_the_trainers_is_refused_where_its_buckets_are_too_large() -> 
     """Bucket sizes are the trainer's; only the limit is the server's, and it is told before anything is sent."""
     specs = [TensorSpec(name=f"t{number}", dtype="float32", shape=(250,)) for number in range(4)]
     for bucket_bytes, largest in ((1000, 1000), (2000, 2000), (10_000, 4000)):
-        begin = BeginRequest(
-            weight_version="v1",
-            manifest=build_manifest(specs, bucket_bytes),
-            transport=TransportConfig(name="http"),
-        )
-        check_bucket_sizes(begin, largest)
+        manifest = build_manifest(specs, bucket_bytes)
+        check_bucket_sizes("http", manifest.facts, largest)
+        check_bucket_sizes("gloo", manifest.facts, largest - 1)
         with pytest.raises(WeightPushError, match="max-bucket-mb") as refused:
-            check_bucket_sizes(begin, largest - 1)
+            check_bucket_sizes("http", manifest.facts, largest - 1)
         assert refused.value.code is ErrorCode.TOO_LARGE
         assert refused.value.details == {"largest_bytes": largest, "limit_bytes": largest - 1}
-    free = begin.model_copy(update={"manifest": begin.manifest.model_copy(update={"buckets": ()})})
-    check_bucket_sizes(free, 1)
+    check_bucket_sizes("http", manifest.model_copy(update={"buckets": ()}).facts, 1)

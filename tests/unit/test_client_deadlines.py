@@ -94,3 +94,21 @@ def test_calls_grow_with_buckets_and_not_with_tensors(transport: str, start: Cal
     assert counts[0] == counts[1] <= 6
     for worker in workers:
         worker.close()
+
+
+def test_a_manifest_that_the_server_knows_is_not_sent_again(start: Callable[..., ContractServer]) -> None:
+    weights = {f"layers.{number}.weight": torch.full((4,), float(number)) for number in range(300)}
+    server = start([TensorSpec.of(name, tensor) for name, tensor in weights.items()])
+    with WeightPusher(server.url, token=TOKEN, transport="http") as pusher:
+        begins = []
+        for version in ("v1", "v2"):
+            server.calls.clear()
+            pusher.push(weights, weight_version=version)
+            begins.append(server.calls.count("begin"))
+        assert begins == [2, 1]
+        # Started anew, it knows none: the same push brings the manifest itself.
+        server.known.clear()
+        server.calls.clear()
+        report = pusher.push(weights, weight_version="v3")
+        assert (report.tensors, server.calls.count("begin")) == (300, 2)
+    assert len(server.weights) == 300

@@ -23,7 +23,7 @@ from weightpush_protocol.errors import ErrorBody, ErrorCode, ErrorDetail
 from weightpush_protocol.messages import (
     AbortRequest,
     BeginAnswer,
-    BeginRequest,
+    BeginCall,
     DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
@@ -125,7 +125,7 @@ class ServerApi:
         """Ask whether the server holds what was committed, and whether that is the checkpoint of ``request``."""
         return await self._call("POST", "/reload/verify", VerifyAnswer, VERIFY_S, body=request)
 
-    async def begin(self, request: BeginRequest) -> BeginAnswer:
+    async def begin(self, request: BeginCall) -> BeginAnswer:
         """Open an update; the answer comes when the model is open."""
         limits = request.deadlines
         timeout_s = limits.rendezvous_s + limits.drain_s + limits.commit_s + SLACK_S

@@ -46,6 +46,8 @@ _LOOK_S: Final = 0.02
 # Errors of ``begin`` after which the server may hold the update all the same.
 _UNCERTAIN: Final = frozenset({ErrorCode.UNREACHABLE, ErrorCode.PROTOCOL_ERROR, ErrorCode.INTERNAL})
 
+#: From this many tensors on a manifest takes longer than a call that is answered with ``unknown_manifest``.
+_WORTH_A_CALL: Final = 256
 T = TypeVar("T")
 
 
@@ -272,7 +274,7 @@ class Update:
     def _call_begin(self) -> list[BeginAnswer]:
         async def begin(index: int, server: ServerApi) -> BeginAnswer:
             try:
-                return await server.begin(self._request.model_copy(update={"transport": self._configs[index]}))
+                return await _begin(server, self._request.model_copy(update={"transport": self._configs[index]}))
             except PushError as error:
                 if error.code not in _UNCERTAIN:
                     self._may_hold.discard(index)
@@ -406,3 +408,14 @@ def not_committed(
     if len(pairs) > 1:
         error.details |= {"committed": committed, "failed": [name for name, _ in errors]}
     return error
+
+
+async def _begin(server: ServerApi, request: BeginRequest) -> BeginAnswer:
+    """Begin with the manifest's digest, which a server that took it before knows, else with the manifest itself."""
+    if len(request.manifest.tensors) >= _WORTH_A_CALL:
+        try:
+            return await server.begin(request.by_digest())
+        except PushError as error:
+            if error.code is not ErrorCode.UNKNOWN_MANIFEST:
+                raise
+    return await server.begin(request)

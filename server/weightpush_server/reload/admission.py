@@ -42,6 +42,8 @@ class Planner:
     def __init__(self, model: nn.Module, layout: ModelLayout, *, vllm_config: VllmConfig, device: torch.device) -> None:
         self._layout = layout
         self._cache = PlanCache(model, layout, vllm_config=vllm_config, device=device)
+        #: The list of tensors that was found to be the whole checkpoint last, and that checkpoint.
+        self._whole: tuple[Sequence[TensorSpec], Sequence[TensorSpec] | None] | None = None
 
     def prepare(self) -> Plan | None:
         """Plan the checkpoint of the cold start; None if that is unknown.
@@ -106,7 +108,11 @@ class Planner:
 
     def _by_name(self, specs: Sequence[TensorSpec], *, partial: bool) -> list[ManifestProblem]:
         layout = self._layout
+        if self._whole is not None and self._whole[0] is specs and self._whole[1] is layout.checkpoint:
+            return []
         problems = compare_manifest(layout.checkpoint or (), specs, optional=layout.optional)
+        if not problems and isinstance(specs, tuple):
+            self._whole = specs, layout.checkpoint
         if layout.checkpoint is None:
             problems = [problem for problem in problems if problem.kind is not ProblemKind.UNKNOWN]
         if partial:

@@ -46,11 +46,15 @@ def strided_ranges(first: int, shape: Sequence[int], stride: Sequence[int], item
     return torch.stack([starts, starts + run], dim=1)
 
 
+#: Shared by all that are empty, and never written to.
+_NO_RANGES: Final = torch.empty(0, 2, dtype=torch.int64, device="cpu")
+
+
 class ByteRanges:
     """A set of bytes as half-open ranges."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]] = ()) -> None:
-        self._merged = torch.empty(0, 2, dtype=torch.int64, device="cpu")
+        self._merged = _NO_RANGES
         self._pairs = list(ranges)
         self._pending: list[torch.Tensor] = []
         self._pending_runs = len(ranges)
@@ -74,9 +78,17 @@ class ByteRanges:
         """Return the set as int64 ``[n, 2]``: sorted, disjoint, not touching, none empty."""
         if self._pending_runs:
             pairs = torch.tensor(self._pairs, dtype=torch.int64, device="cpu").reshape(-1, 2)
-            self._merged = _merge(torch.cat([self._merged, pairs, *self._pending]))
+            if self._is_one_run():
+                # Most of what the loaders of a large model write is one run: nothing to sort.
+                self._merged = pairs
+            else:
+                self._merged = _merge(torch.cat([self._merged, pairs, *self._pending]))
             self._pairs, self._pending, self._pending_runs = [], [], 0
         return self._merged
+
+    def _is_one_run(self) -> bool:
+        alone = len(self._pairs) == 1 and not self._pending and not self._merged.shape[0]
+        return alone and self._pairs[0][0] < self._pairs[0][1]
 
     def within(self, start: int, end: int) -> ByteRanges:
         """Return the part between bytes ``start`` and ``end``, counted from ``start``."""
@@ -99,6 +111,8 @@ class ByteRanges:
         return iter([(start, end) for start, end in self.merged().tolist()])
 
     def __len__(self) -> int:
+        if self._pending_runs and self._is_one_run():
+            return self._pairs[0][1] - self._pairs[0][0]
         return int((self.merged()[:, 1] - self.merged()[:, 0]).sum())
 
 

@@ -5,7 +5,7 @@ What the plan knows how to copy is copied; the rest goes through the model's own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -248,11 +248,11 @@ class ReloadSession:
         self.layout.from_dummy = False
 
 
-def foresee_ways(layout: ModelLayout, plan: Plan, specs: Iterable[TensorSpec]) -> str:
+def foresee_ways(layout: ModelLayout, plan: Plan, specs: Sequence[TensorSpec]) -> str:
     """Return the letters that :meth:`ReloadSession.ways` will give, before the model is opened."""
     places = zip(layout.groups, find_places(layout.groups), strict=True)
     scratch = {index for index, (group, place) in enumerate(places) if (group.retained or place) is None}
-    return _ways(layout, plan, specs, scratch)
+    return plan.remembered(specs, frozenset(scratch), lambda: _ways(layout, plan, specs, scratch))
 
 
 def _ways(layout: ModelLayout, plan: Plan | None, specs: Iterable[TensorSpec], scratch: Container[int]) -> str:

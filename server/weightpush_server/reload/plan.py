@@ -6,11 +6,13 @@ what the plan copies.
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final, cast
@@ -62,6 +64,18 @@ class Plan:
     writes: dict[str, list[tuple[int, ByteRanges]]]
     overlapping: frozenset[str]
     complete: bool
+    #: The answer of :meth:`remembered`, with what it is about.
+    _answer: list[tuple[Sequence[TensorSpec], object, str]] = field(default_factory=list, compare=False)
+
+    def remembered(self, specs: Sequence[TensorSpec], key: object, work_out: Callable[[], str]) -> str:
+        """Return what ``work_out`` says about ``specs`` and ``key``, which it is not asked twice for the same tuple."""
+        for about, known_key, answer in self._answer:
+            if about is specs and known_key == key:
+                return answer
+        answer = work_out()
+        if isinstance(specs, tuple):
+            self._answer[:] = [(specs, key, answer)]
+        return answer
 
     def lands_nowhere(self, name: str) -> bool:
         """Whether no byte of ``name`` is needed on this rank."""
@@ -100,11 +114,12 @@ def make_plan(
     sought = [spec for spec in specs if spec.name not in layout.optional]
     began = time.perf_counter()
     runs = _Runs()
-    with loading_context(vllm_config, device):
-        for _ in range(_MAX_RUNS):
-            if _run(model, layout, sought, recorded, runs) or time.perf_counter() - began > _MAX_SECONDS:
-                break
-    plan = _build(layout, sought, runs)
+    with _without_collection():
+        with loading_context(vllm_config, device):
+            for _ in range(_MAX_RUNS):
+                if _run(model, layout, sought, recorded, runs) or time.perf_counter() - began > _MAX_SECONDS:
+                    break
+        plan = _build(layout, sought, runs)
     if recorded <= plan.specs.keys() | layout.optional.keys() and not layout.from_dummy and not _covers(plan, layout):
         # The cold start wrote more than this shows, so it is not to be relied upon.
         logger.warning("the plan of the checkpoint does not explain its landing; the model's loaders land everything")
@@ -118,6 +133,18 @@ def make_plan(
         len(plan.refused),
     )
     return plan
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keep the garbage collector from going through vLLM's heap again and again while many small objects are made."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _run(model: nn.Module, layout: ModelLayout, specs: Sequence[TensorSpec], recorded: set[str], runs: _Runs) -> bool:
@@ -259,27 +286,21 @@ def _closed(trace: Trace, writes: dict[int, list[tuple[int, ByteRanges]]]) -> se
 
 def _overlapping(writes: dict[int, list[tuple[int, ByteRanges]]]) -> set[int]:
     """Return the sources that write bytes which another source writes as well: their order counts."""
-    by_group: defaultdict[int, list[tuple[int, ByteRanges]]] = defaultdict(list)
+    by_group: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
     for source, pairs in writes.items():
         for group, ranges in pairs:
-            by_group[group].append((source, ranges))
+            by_group[group].append((source, ranges.merged()))
     found: set[int] = set()
-    for pairs in by_group.values():
-        union = ByteRanges()
-        for _, ranges in pairs:
-            union.add(ranges.merged())
-        if len(union) == sum(len(ranges) for _, ranges in pairs):
-            continue
-        for source, ranges in pairs:
-            others = ByteRanges()
-            for other, theirs in pairs:
-                if other != source:
-                    others.add(theirs.merged())
-            both = ByteRanges()
-            both.add(ranges.merged())
-            both.add(others.merged())
-            if len(both) < len(ranges) + len(others):
-                found.add(source)
+    for parts in by_group.values():
+        runs = torch.cat([part for _, part in parts])
+        owners = torch.tensor([source for source, part in parts for _ in range(part.shape[0])], device="cpu")
+        order = runs[:, 0].argsort()
+        starts, ends = runs[order].unbind(1)
+        # Ranges of one source are disjoint, so a range that meets an earlier or a later one meets another source's.
+        meets = torch.zeros(len(order), dtype=torch.bool, device="cpu")
+        meets[1:] |= starts[1:] < ends.cummax(0).values[:-1]
+        meets[:-1] |= ends[:-1] > starts[1:]
+        found.update(owners[order][meets].tolist())
     return found
 
 
@@ -321,9 +342,14 @@ class PlanCache:
         self._vllm_config = vllm_config
         self._device = device
         self._plans: OrderedDict[frozenset[tuple[str, str, tuple[int, ...]]], Plan] = OrderedDict()
+        #: Plans of tuples of tensors that were seen before, and that will come again where a manifest is known.
+        self._recent: list[tuple[Sequence[TensorSpec], Plan]] = []
 
     def plan(self, specs: Sequence[TensorSpec]) -> Plan:
         """Return the plan for ``specs``, made now if there is none; see :func:`make_plan`."""
+        for recent, plan in self._recent:
+            if recent is specs:
+                return plan
         key = frozenset((spec.name, spec.dtype, spec.shape) for spec in specs)
         found = self._plans.get(key)
         if found is None:
@@ -332,4 +358,6 @@ class PlanCache:
         self._plans.move_to_end(key)
         while len(self._plans) > _KEPT_PLANS:
             self._plans.popitem(last=False)
+        if isinstance(specs, tuple):  # What can change must be looked at.
+            self._recent = [*self._recent[1 - _KEPT_PLANS :], (specs, found)]
         return found

@@ -7,13 +7,14 @@ concatenation, contiguous copies) is *copied*; one that they compute with is *op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import cache
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_server.reload.program import Buffer, Kind, Step, View
@@ -163,16 +164,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        operator = _operator(func)
+        if operator.is_view:
+            return func(*args, **kwargs)  # Another look at the same storage, whatever that is.
+        name = operator.name
+        inputs = _tensors(args)
+        if kwargs:
+            inputs += _tensors(kwargs.values())
         if name in _ASKS_FOR_VALUES and any(tensor.is_meta for tensor in inputs):
             self._read(inputs)
             sources = self._sources_of(inputs) or self._turn()
             # Noted as well, in case the loader catches what is raised and goes on.
             self._by_loader(sources | self._turn())
             raise AsksForValues(name, sources)
-        written = _written(func, args, kwargs)
-        if written:
+        if operator.writes and (written := _written(operator, args, kwargs)):
             return self._write(func, args, kwargs, inputs, written)
         result = self._compute(func, args, kwargs, inputs)
         self._note_made(name, args, inputs, result)
@@ -189,8 +194,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         return func(*args, **kwargs)
 
     def _note_made(self, name: str, args: Any, inputs: list[torch.Tensor], result: Any) -> None:
-        for made in tree_leaves(result):
-            if not isinstance(made, torch.Tensor) or made.layout != torch.strided or self.find(made) is not None:
+        for made in _tensors((result,)):
+            if made.layout != torch.strided or self.find(made) is not None:
                 continue
             known = {storage_id(tensor) for tensor in inputs if tensor.layout == torch.strided}
             if storage_id(made) in known:
@@ -363,17 +368,40 @@ def watch(
     return tracer.trace
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that an operator writes, as its schema says."""
-    if not func._schema.is_mutable:
-        return []
+class _Operator(NamedTuple):
+    """Name of an operator; position and name of each argument that it writes; whether it only makes views."""
+
+    name: str
+    writes: tuple[tuple[int, str], ...]
+    is_view: bool
+
+
+@cache
+def _operator(func: Any) -> _Operator:
+    schema = func._schema
+    writes = [
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if schema.is_mutable and argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    views = [result.alias_info is not None and not result.alias_info.is_write for result in schema.returns]
+    return _Operator(schema.name, tuple(writes), is_view=bool(views) and all(views) and not schema.is_mutable)
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among arguments or results of an operator: these hold nothing deeper than lists of them."""
     found: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        found.extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, torch.Tensor))
     return found
+
+
+def _written(operator: _Operator, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes, as its schema says."""
+    return _tensors(args[position] if position < len(args) else kwargs.get(name) for position, name in operator.writes)
 
 
 def _fill_value(name: str, args: Any) -> float | None:
