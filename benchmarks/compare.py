@@ -61,6 +61,7 @@ class Sample:
     pause: float
     parts: Mapping[str, float] = field(default_factory=dict)
     fingerprint: str | None = None
+    largest_bucket: int | None = None
 
 
 def push_parts(report: Mapping[str, Any], last: Mapping[str, Any], mode: str) -> dict[str, float]:
@@ -153,7 +154,6 @@ class Comparison:
         return {
             "what": self._model.what,
             **{key: self._facts[key] for key in ("tensors", "bytes", "largest_module_bytes")},
-            "bucket_bytes": self._facts.get("bucket_bytes"),
             "start_seconds": start_seconds,
             "first_push": first,
             "fingerprints_equal": len(self._fingerprints) == 1,
@@ -177,10 +177,10 @@ class Comparison:
             assert self._server is not None
             watch = PeakWatch(self._trainer.pid, self._server.processes())
             with watch:
-                sample = self._attempt(way, series[way.name])
+                sample = self._attempt(way, series[way.name], progress=True)
             if sample is None:
                 continue
-            peaks[way.name] = asdict(watch.peak)
+            peaks[way.name] = {**asdict(watch.peak), "bucket_bytes": sample.largest_bucket}
             if way.is_push and first is None:
                 first = {"seconds": sample.seconds, **sample.parts}
         return first
@@ -190,12 +190,12 @@ class Comparison:
         if sample is not None:
             found.add(number, sample.seconds, pause=sample.pause, parts=sample.parts)
 
-    def _attempt(self, way: Way, found: Series) -> Sample | None:
+    def _attempt(self, way: Way, found: Series, *, progress: bool = False) -> Sample | None:
         """Run ``way`` once; where it fails say so, and see to it that the next one finds a server."""
         if len(found.errors) >= _GIVE_UP_AFTER:
             return None
         try:
-            return self._sample(way)
+            return self._push(way, progress=progress) if way.is_push else self._sample(way)
         except BenchError as error:
             found.errors.append(str(error))
             self._tell(f"{self._model.key}: {way.name} FAILED: {error}")
@@ -228,8 +228,6 @@ class Comparison:
     # Ways
 
     def _sample(self, way: Way) -> Sample:
-        if way.is_push:
-            return self._push(way)
         if way.name == FLOOR:
             return Sample(self._call("bench_floor"), 0.0)
         if way.name == LAYERWISE:
@@ -246,19 +244,20 @@ class Comparison:
             shutil.rmtree(directory, ignore_errors=True)
         return Sample(saved + loaded, loaded, {"save": saved, "load": loaded})
 
-    def _push(self, way: Way) -> Sample:
+    def _push(self, way: Way, *, progress: bool = False) -> Sample:
         assert self._server is not None
         sizes = {} if self._bucket_bytes is None else {"bucket_bytes": self._bucket_bytes}
-        report = self._trainer.do("push", urls=[self._url], transport=way.transport, mode=way.mode, **sizes)
+        report = self._trainer.do(
+            "push", urls=[self._url], transport=way.transport, mode=way.mode, progress=progress, **sizes
+        )
         last = self._server.status()["last_update"]
         self._fingerprints |= set(report["fingerprints"])
-        # The largest bucket is what buffers are made for; one that is not full says nothing.
-        self._facts["bucket_bytes"] = self._bucket_bytes or _default_bucket_bytes()
         return Sample(
             report["seconds"],
             report["pause_seconds"],
             push_parts(report, last, way.mode),
             report["fingerprints"][0],
+            report["largest_bucket"],
         )
 
     @property
@@ -291,12 +290,6 @@ class Comparison:
         self._trainer.do("profile", file=trainer)
         self._server.profile(server)
         self._call("bench_profile", worker)
-
-
-def _default_bucket_bytes() -> int:
-    from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES
-
-    return DEFAULT_BUCKET_BYTES
 
 
 def _brief(series: Mapping[str, Series], number: int) -> str:

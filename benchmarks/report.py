@@ -146,17 +146,18 @@ def _parts(ways: Mapping[str, Any]) -> list[str]:
 
 
 def _memory(model: Mapping[str, Any]) -> list[str]:
-    bucket = f"{model['bucket_bytes'] / 1e6:.0f} MB" if model["bucket_bytes"] else "unknown"
     lines = [
-        "Memory that each takes at its peak, beside what both sides held before (private and shared, in MB; buckets",
-        f"are of at most {bucket}, the largest module is {model['largest_module_bytes'] / 1e6:.0f} MB, the weights are",
-        f"{model['bytes'] / 1e6:.0f} MB):",
+        "Memory that each takes at its peak, beside what both sides held before, in MB, private and shared. The",
+        f"largest module is {model['largest_module_bytes'] / 1e6:.0f} MB, the weights are "
+        f"{model['bytes'] / 1e6:.0f} MB.",
         "",
-        "| | trainer | server |",
-        "|---|---|---|",
+        "| | trainer | server | largest bucket |",
+        "|---|---|---|---|",
     ]
     for name, peak in model["memory"].items():
-        lines.append(f"| {_name(name)} | {peak['trainer_extra'] / 1e6:.0f} | {peak['server_extra'] / 1e6:.0f} |")
+        bucket = f"{peak['bucket_bytes'] / 1e6:.0f}" if peak["bucket_bytes"] else "-"
+        extra = f"{peak['trainer_extra'] / 1e6:.0f} | {peak['server_extra'] / 1e6:.0f}"
+        lines.append(f"| {_name(name)} | {extra} | {bucket} |")
     return [*lines, ""]
 
 

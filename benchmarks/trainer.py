@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,7 +30,7 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks.models import Model, change_weights, make_model, save_model
 from benchmarks.processes import free_port
 from benchmarks.profiler import profile
-from weightpush_client import WeightPusher
+from weightpush_client import PushProgress, WeightPusher
 from weightpush_protocol.manifest import DEFAULT_BUCKET_BYTES
 
 _GROUP_S = 120
@@ -61,17 +63,33 @@ class Trainer:
         return {"tensors": len(self._tensors), "bytes": sum(tensor.nbytes for tensor in self._tensors.values())}
 
     def push(
-        self, urls: list[str], transport: str, mode: str, bucket_bytes: int | None = None, whole: bool = True
+        self,
+        urls: list[str],
+        transport: str,
+        mode: str,
+        bucket_bytes: int | None = None,
+        whole: bool = True,
+        progress: bool = False,
     ) -> dict[str, Any]:
-        """Push the module (``whole``) or its tensors; return the client's report."""
+        """Push the module (``whole``) or its tensors; return the client's report.
+
+        ``progress``: have it told on the way, which is how the size of the largest bucket is known.
+        """
         key = (tuple(urls), transport, mode, bucket_bytes)
         if key not in self._pushers:
             size = bucket_bytes or DEFAULT_BUCKET_BYTES
             self._pushers[key] = WeightPusher(urls, transport=transport, mode=mode, bucket_bytes=size)
         self._pushes += 1
         weights = self._model if whole else self._tensors
+        sent = [0]
+
+        def note(at: PushProgress) -> None:
+            sent.append(at.bytes)
+
         start = perf_counter()
-        report = self._pushers[key].push(weights, weight_version=f"push-{self._pushes}")
+        report = self._pushers[key].push(
+            weights, weight_version=f"push-{self._pushes}", progress=note if progress else None
+        )
         seconds = perf_counter() - start
         return {
             "seconds": seconds,
@@ -80,6 +98,7 @@ class Trainer:
             "bytes": report.bytes,
             "tensors": report.tensors,
             "buckets": report.buckets,
+            "largest_bucket": max(after - before for before, after in pairwise(sent)) if progress else None,
             "transport": report.transport,
             "fingerprints": [server.fingerprint for server in report.servers],
         }
@@ -117,6 +136,7 @@ class Trainer:
         for pusher in self._pushers.values():
             pusher.close()
         self._pushers.clear()
+        gc.collect()
         return {}
 
     def profile(self, file: str | None) -> dict[str, Any]:

@@ -85,19 +85,17 @@ def memory_verdicts(models: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
     """Judge peaks: the trainer in buckets, the server beside what it may hold."""
     found = []
     for key, model in _measured(models):
-        bucket = min(model["bucket_bytes"] or 0, model["bytes"])
         for way, peak in model["memory"].items():
-            if not model["ways"][way]["parts"].get("transfer"):
+            bucket = peak["bucket_bytes"]
+            if not bucket:
                 continue  # None of ours.
-            found.append(
-                Verdict(f"{key}, {way}: trainer", "buckets", 2.0, peak["trainer_extra"] / bucket if bucket else None)
-            )
+            found.append(Verdict(f"{key}, {way}: trainer", "buckets", 2.0, peak["trainer_extra"] / bucket))
             allowed = 2 * bucket + model["largest_module_bytes"]
             claim = f"{key}, {way}: server, in two buckets and the largest module"
             if way.endswith("staged"):
                 allowed = model["bytes"]
                 claim = f"{key}, {way}: server, in copies of the weights"
-            found.append(Verdict(claim, "x", 1.0, peak["server_extra"] / allowed if allowed else None))
+            found.append(Verdict(claim, "x", 1.0, peak["server_extra"] / allowed))
     return found
 
 

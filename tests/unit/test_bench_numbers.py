@@ -116,13 +116,22 @@ def _way(seconds: float, *, pause: float = 0.0, parts: dict[str, float] | None =
     return series.as_dict()
 
 
+def _peak(trainer: int, server: int, bucket: int | None) -> dict[str, int | None]:
+    return {
+        "trainer_before": 1,
+        "server_before": 1,
+        "trainer_extra": trainer,
+        "server_extra": server,
+        "bucket_bytes": bucket,
+    }
+
+
 def _found(*, land: float = 0.11, push: float = 0.4) -> dict[str, Any]:
     parts = {**push_parts(REPORT, LAST, "direct"), "land": land, "PWAL": 0.2}
     model = {
         "what": "a mixture",
         "tensors": 3000,
         "bytes": 4_000,
-        "bucket_bytes": 1_000,
         "largest_module_bytes": 100,
         "start_seconds": 1.0,
         "first_push": {"seconds": 0.9, "begin": 0.3},
@@ -136,9 +145,9 @@ def _found(*, land: float = 0.11, push: float = 0.4) -> dict[str, Any]:
             "per-tensor": Series(errors=["per-tensor: HTTP 500\nand more"]).as_dict(),
         },
         "memory": {
-            "shm direct": dict(trainer_before=1, server_before=1, trainer_extra=2_000, server_extra=2_200),
-            "shm staged": dict(trainer_before=1, server_before=1, trainer_extra=2_000, server_extra=4_000),
-            "layerwise": dict(trainer_before=1, server_before=1, trainer_extra=0, server_extra=10),
+            "shm direct": _peak(2_000, 2_200, 1_000),
+            "shm staged": _peak(2_000, 4_000, 1_000),
+            "layerwise": _peak(0, 10, None),
         },
     }
 
