@@ -91,7 +91,8 @@ _MUST_FAIL: Final[dict[Fault, frozenset[str]]] = {
     Fault.SWAP_TENSORS: frozenset({"digest_mismatch"}),
     Fault.TRUNCATE: frozenset({"bucket_mismatch", "transport_failed"}),
     Fault.REPEAT: frozenset({"bucket_out_of_order"}),
-    Fault.REORDER: frozenset({"bucket_out_of_order"}),
+    # Over shm the number is not in an announcement but with the bytes.
+    Fault.REORDER: frozenset({"bucket_out_of_order", "transport_failed"}),
     Fault.CUT_DATA: frozenset({"transport_failed"}),
     Fault.WRONG_TOKEN: frozenset({"unauthorized"}),
     Fault.LANDING_ERROR: frozenset({"landing_failed"}),

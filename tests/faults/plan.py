@@ -88,7 +88,8 @@ _POINTS: Final[dict[Fault, tuple[Point, ...]]] = {
     Fault.SECOND_TRAINER: (Point.BUCKET, Point.OPENING, Point.CLOSING),
     Fault.ABORT: tuple(point for point in Point if point is not Point.START),
 }
-_ONLY_TRANSPORT: Final = {Fault.CUT_DATA: "gloo"}
+#: Shared memory has no connection that bytes come over, and what comes after the last bucket is never looked at.
+_TRANSPORTS: Final = {Fault.CUT_DATA: ("gloo",), Fault.REPEAT: ("http", "gloo")}
 _ONLY_MODE: Final = {Fault.STAGING_FULL: "staged"}
 #: How a failed server is repaired before the next shot; ``none``: the next shot meets it as it is.
 _REPAIRS: Final = ("push", "push", "push", "rollback", "disk", "none")
@@ -131,7 +132,7 @@ class Choice:
 
     pushes: int
     modes: Sequence[str] = ("direct", "staged")
-    transports: Sequence[str] = ("http", "gloo")
+    transports: Sequence[str] = ("http", "gloo", "shm")
     only: Sequence[Fault] = field(default_factory=tuple)
     server_kills: int | None = None
 
@@ -165,12 +166,15 @@ def _possible(choice: Choice) -> list[Fault]:
     faults = [
         fault
         for fault in (choice.only or tuple(Fault))
-        if _ONLY_TRANSPORT.get(fault, choice.transports[0]) in choice.transports
-        and _ONLY_MODE.get(fault, choice.modes[0]) in choice.modes
+        if _transports(fault, choice) and _ONLY_MODE.get(fault, choice.modes[0]) in choice.modes
     ]
     if not faults:
         raise ValueError(f"none of the faults {list(choice.only)} is possible over {choice.transports}, {choice.modes}")
     return faults
+
+
+def _transports(fault: Fault, choice: Choice) -> list[str]:
+    return [name for name in choice.transports if name in _TRANSPORTS.get(fault, choice.transports)]
 
 
 def _deck(dice: random.Random, faults: Sequence[Fault], *, first: bool) -> list[Fault]:
@@ -189,7 +193,7 @@ def _shot(dice: random.Random, number: int, fault: Fault, choice: Choice) -> Sho
         number=number,
         fault=fault,
         mode=mode,
-        transport=_ONLY_TRANSPORT.get(fault) or dice.choice(list(choice.transports)),
+        transport=dice.choice(_transports(fault, choice)),
         point=dice.choice([point for point in points if point is not Point.LANDING or mode == "staged"]),
         where=dice.random(),
         after_ms=dice.choice((0, 0, 20, 100)),

@@ -71,7 +71,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pushes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--mode", default="direct,staged", help="comma-separated")
-    parser.add_argument("--transport", default="http,gloo", help="comma-separated")
+    parser.add_argument("--transport", default="http,gloo,shm", help="comma-separated")
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(Fault)}")
     parser.add_argument("--server-kills", type=int, default=None, help="at most so many shots may end the server")
     parser.add_argument("--json", type=Path, help="write the report here")

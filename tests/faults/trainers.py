@@ -145,7 +145,7 @@ def _main(conn: Connection, job: Job) -> None:
             conn.recv()
 
     if job.corruption is not None:
-        for name in ("deliver_by_body", "deliver_by_broadcast"):
+        for name in ("deliver_by_body", "deliver_by_broadcast", "deliver_by_sharing"):
             setattr(delivery, name, _spoiled(getattr(delivery, name), job, lambda: conn.send(("struck", None))))
     conn.send(("ended", _push(job, pause)))
 

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import signal
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from faults import resources
 from integration.conftest import PROMPTS, TOKEN, Checkpoints
 from support import trainer
 from support.raw import RawUpdate, error_of, read_tensors
 from support.server import ServerProcess
-from weightpush_client import WeightPusher
+from weightpush_client import PushError, PushProgress, WeightPusher
+from weightpush_protocol.errors import ErrorCode
 from weightpush_protocol.transports.shared_memory import MEMORY_NAME, SharedBuffers, host_id
 from weightpush_protocol.transports.shm_sender import ShmSender
 
 
-def held_by(server: ServerProcess) -> list[str]:
-    """Return what the processes of a server hold of shared buffers, mapped or open."""
+def held_by(processes: Iterable[int]) -> list[str]:
+    """Return what processes hold of shared buffers, mapped or open."""
     held = []
-    for pid in server.processes():
+    for pid in processes:
         with suppress(OSError):
             held += [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if MEMORY_NAME in line]
             held += [link for fd in os.listdir(f"/proc/{pid}/fd") if MEMORY_NAME in (link := _link(pid, fd))]
     return held
+
+
+def listening() -> set[str]:
+    """Return the names of the sockets of trainers on this machine."""
+    return set(re.findall(r"@weightpush-[0-9a-f]{32}", Path("/proc/net/unix").read_text()))
 
 
 def _link(pid: int, descriptor: str) -> str:
@@ -44,7 +54,7 @@ def test_auto_finds_that_the_server_is_on_this_host(
             report = pusher.push(directory, weight_version=label)
             assert report.transport == server.status()["last_update"]["transport"] == "shm"
             assert {prompt: server.answer(prompt) for prompt in PROMPTS} == cold
-            assert held_by(server) == []
+            assert held_by(server.processes()) == []
 
 
 def test_memory_that_cannot_be_mapped_is_refused_before_anything_is_touched(
@@ -84,13 +94,44 @@ def test_a_killed_trainer_leaves_no_memory_and_the_next_push_goes_through(
     process = trainer.start(
         server.url, checkpoints.b, "lost", transport="shm", pause_at=pause_at, token=TOKEN, lease_s=2.0, mode=mode
     )
-    assert held_by(server)
+    assert held_by(server.processes())
+    others = listening()
     process.send_signal(signal.SIGKILL)
     process.wait()
     status = server.wait_state("failed" if mode == "direct" else "serving", timeout_s=20)
+    assert listening() <= others
     assert status["last_error"]["code"] in ("transport_failed", "lease_lost")
-    assert held_by(server) == []
+    assert held_by(server.processes()) == []
     with WeightPusher(server.url, token=TOKEN, transport="shm", bucket_bytes=40_000) as pusher:
         pusher.push(checkpoints.b, weight_version="B")
     assert {prompt: server.answer(prompt) for prompt in PROMPTS} == cold_b
-    assert held_by(server) == []
+    assert held_by(server.processes()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.case("C1", "C5")
+@pytest.mark.parametrize(("victim", "at"), [("worker", "stream:0"), ("api", "stream:2"), ("engine", "finish")])
+def test_a_killed_server_leaves_nothing_behind_and_its_trainer_holds_nothing(
+    checkpoints: Checkpoints, tmp_path: Path, victim: str, at: str
+) -> None:
+    with ServerProcess(checkpoints.a, folder=tmp_path, executor="mp") as server:
+        known = resources.processes(server.pid)
+        gc.collect()
+        before, sockets = set(held_by([os.getpid()])), listening()
+
+        def kill(progress: PushProgress) -> None:
+            if at in (progress.phase.value, f"{progress.phase.value}:{progress.bucket}"):
+                assert held_by(process.pid for process in known)
+                resources.find(server.pid, victim).kill()
+
+        with WeightPusher(server.url, transport="shm", bucket_bytes=40_000) as pusher:
+            with pytest.raises(PushError) as failed:
+                pusher.push(checkpoints.b, weight_version="B", progress=kill)
+            lost = {ErrorCode.TRANSPORT_FAILED, ErrorCode.UNREACHABLE, ErrorCode.WORKER_LOST, ErrorCode.INTERNAL}
+            assert failed.value.code in lost
+            # What is kept of an exception keeps its frames, and those the buffers.
+            failed.value.__traceback__ = failed.value.__cause__ = failed.value.__context__ = None
+            gc.collect()
+            assert set(held_by([os.getpid()])) <= before
+            assert listening() <= sockets
+        assert resources.left_of(known, 90) == []

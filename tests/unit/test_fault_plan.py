@@ -34,7 +34,7 @@ def test_every_point_and_transport_is_met() -> None:
     assert ("direct", Point.LANDING) not in killed
     assert {shot.mode for shot in shots if shot.fault is Fault.STAGING_FULL} == {"staged"}
     assert {shot.repair for shot in shots} == {"push", "disk", "rollback", "none"}
-    assert {shot.transport for shot in shots} == {"http", "gloo"}
+    assert {shot.transport for shot in shots} == {"http", "gloo", "shm"}
     assert {shot.transport for shot in shots if shot.fault is Fault.CUT_DATA} == {"gloo"}
     assert {shot.point for shot in shots if shot.fault in CORRUPTIONS} == {Point.BUCKET}
     assert all(0 <= shot.where < 1 for shot in shots)

@@ -214,11 +214,12 @@ class BucketStream:
         for index, offset in sorted(zip(bucket.tensors, bucket.offsets, strict=True)):
             tensor = self._next_tensor(index, tensors)
             spec = self._manifest.tensors[index]
-            if spec.nbytes:
-                view = buffer[offset : offset + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
+            nbytes = spec.nbytes
+            if nbytes:
+                view = buffer[offset : offset + nbytes].view(spec.torch_dtype).view(spec.shape)
                 # Casts, gathers strided views and crosses devices in one pass; equal to tensor.to(dtype).
                 view.copy_(tensor)
-            if digests is not None and digests.add(spec.name, offset, spec.nbytes) >= _CACHED_BYTES:
+            if digests is not None and digests.add(spec.name, offset, nbytes) >= _CACHED_BYTES:
                 self._take(digests)
             if self._pending is not None and self._pending.done():
                 self._pending.result()

@@ -49,7 +49,8 @@ def as_saved(model: nn.Module, nodes: Sequence[Node]) -> list[Node]:
     if saved.keys() == inside.keys() and all(saved[name] is node for name, node in inside.items()):
         return [node for node in nodes if without_wrappers(node.spec.name).removeprefix(prefix) not in ignored]
     outside = [node for node in nodes if not without_wrappers(node.spec.name).startswith(prefix)]
-    return [*(node.renamed(prefix + name) for name, node in saved.items()), *outside]
+    named = (node if node.spec.name == prefix + name else node.renamed(prefix + name) for name, node in saved.items())
+    return [*named, *outside]
 
 
 def _transformers_model(model: nn.Module) -> tuple[str, nn.Module, _Revert] | None:
