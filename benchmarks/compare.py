@@ -119,8 +119,8 @@ class Comparison:
         self._facts: dict[str, Any] = {}
         self._fingerprints: set[str] = set()
 
-    def run(self, competitors: Sequence[Way], *, rounds: int, profile: Path | None) -> dict[str, Any]:
-        """Measure all; return what was found, for JSON.
+    def run(self, competitors: Sequence[Way], *, rounds: int, until: float, profile: Path | None) -> dict[str, Any]:
+        """Measure all; return what was found, for JSON. No round begins after ``until``, but for the first.
 
         Raises:
             BenchError: the server does not start.
@@ -140,7 +140,12 @@ class Comparison:
             for way in competitors:
                 if way.is_push:  # The others were warmed up by the round for memory, and keep nothing.
                     self._attempt(way, series[way.name])
+            done = 0
             for number in range(rounds):
+                if number and time.monotonic() > until:
+                    self._tell(f"{self._model.key}: time is up after {number} of {rounds} rounds")
+                    break
+                done += 1
                 for way in order(competitors, number):
                     self._round(way, number, series[way.name])
                 self._tell(f"{self._model.key}: round {number + 1} of {rounds}: " + _brief(series, number))
@@ -153,6 +158,7 @@ class Comparison:
             shutil.rmtree(self._folder, ignore_errors=True)
         return {
             "what": self._model.what,
+            "rounds": done,
             **{key: self._facts[key] for key in ("tensors", "bytes", "largest_module_bytes")},
             "start_seconds": start_seconds,
             "first_push": first,

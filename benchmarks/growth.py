@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +17,16 @@ from benchmarks.rounds import Series, order
 
 
 class Growth:
-    """Pushes over shm, direct, from new trainers to new servers; ``folder`` lies on a RAM disk."""
+    """Pushes over shm, direct, from new trainers to new servers; ``folder`` lies on a RAM disk.
 
-    def __init__(self, folder: Path, log: Path, *, rounds: int, tell: Callable[[str], None]) -> None:
+    No round begins after ``until``, a moment of the monotonic clock, but for the first of each series.
+    """
+
+    def __init__(self, folder: Path, log: Path, *, rounds: int, until: float, tell: Callable[[str], None]) -> None:
         self._folder = folder
         self._log = log
         self._rounds = rounds
+        self._until = until
         self._tell = tell
 
     def over_models(self, models: Sequence[Model]) -> list[dict[str, Any]]:
@@ -40,7 +45,7 @@ class Growth:
             up = [self._up(server, found) for server, found in zip(servers, series, strict=True)]
             for model in models:
                 shutil.rmtree(self._folder / model.key)  # It was read; its memory is needed.
-            for number in range(-1, self._rounds):  # The first one warms up.
+            for number in self._numbers():
                 for place in order(range(len(models)), max(number, 0)):
                     if up[place]:
                         up[place] = self._push(trainers[place], [servers[place]], number, series[place])
@@ -63,7 +68,7 @@ class Growth:
             servers += [BenchServer(directory, self._log) for _ in range(max(counts))]
             series = [Series() for _ in counts]
             up = all([self._up(server, series[-1]) for server in servers])
-            for number in range(-1, self._rounds):
+            for number in self._numbers():
                 for place in order(range(len(counts)), max(number, 0)):
                     if up:
                         up = self._push(trainer, servers[: counts[place]], number, series[place])
@@ -74,6 +79,15 @@ class Growth:
         ]
         self._say("servers", points)
         return points
+
+    def _numbers(self) -> Iterator[int]:
+        """Yield the numbers of the rounds: -1 warms up, and none but the first begins when time is up."""
+        yield -1
+        for number in range(self._rounds):
+            if number and time.monotonic() > self._until:
+                self._tell(f"growth: time is up after {number} of {self._rounds} rounds")
+                return
+            yield number
 
     def _up(self, server: BenchServer, found: Series) -> bool:
         try:

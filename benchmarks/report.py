@@ -55,10 +55,20 @@ def _head(found: Mapping[str, Any]) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}; {versions}. "
         f"Load average at the start: {machine['load_at_start']}. One thread a process; the trainer on core "
         f"{machine['trainer_core']}, the server, all its processes, on core {machine['server_core']}. Medians of "
-        f"{found['rounds']} rounds after a warm-up, in which all ways take turns in the same live processes.",
+        f"{found['rounds']} rounds after a warm-up, in which all ways take turns in the same live processes"
+        f"{_fewer(found)}.",
     ]
     wrapped = "\n\n".join(textwrap.fill(text, 120, break_on_hyphens=False) for text in paragraphs)
     return f"# What a push costs\n\n{wrapped}\n{quick}"
+
+
+def _fewer(found: Mapping[str, Any]) -> str:
+    """Say where there was no time for all rounds."""
+    models = {key: model["rounds"] for key, model in found["models"].items() if "error" not in model}
+    points = [point for points in found["growth"].values() for point in points if point["rounds"]]
+    models |= {"growth": min(len(point["rounds"]) for point in points)} if points else {}
+    fewer = [f"{key} {rounds}" for key, rounds in models.items() if rounds < found["rounds"]]
+    return f" (time was up earlier: {', '.join(fewer)} rounds)" if fewer else ""
 
 
 def _must_reach(verdicts: Sequence[Verdict]) -> str:

@@ -45,10 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Files in a RAM disk cost no disk; they are gone at the end, whatever happens.
     with tempfile.TemporaryDirectory(prefix="weightpush-bench-", dir=_RAM_DISK) as temporary:
         folder = Path(temporary)
-        for model in _models(given):
-            found["models"][model.key] = _compare(model, given, folder, log)
+        models = _models(given)
+        stages = len(models) + bool(given.growth)
+        for number, model in enumerate(models, 1):
+            until = began + 60 * given.minutes * number / stages
+            found["models"][model.key] = _compare(model, given, folder, log, until)
         if given.growth:
-            found["growth"] |= _grow(given, folder, log)
+            # The last series needs its start-up, too.
+            found["growth"] |= _grow(given, folder, log, began + 60 * given.minutes)
     found["minutes"] = (time.monotonic() - began) / 60
     (given.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
     text = document(found)
@@ -67,6 +71,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--modes", default=_MODES, help=f"comma-separated (default {_MODES})")
     parser.add_argument("--others", default=",".join(OTHERS), help=f"comma-separated (default {','.join(OTHERS)})")
     parser.add_argument("--rounds", type=int, help="timed rounds after the warm-up (default 5, quick 1)")
+    parser.add_argument("--minutes", type=float, default=12.0, help="begin no more rounds after so long (default 12)")
     parser.add_argument("--bucket-mb", type=float, help="size of a bucket in MiB (default: the library's own)")
     parser.add_argument("--storage-policy", default="scratch", help="the servers' (default scratch)")
     parser.add_argument("--growth", default=None, help=f"comma-separated, or none (default {_GROWTH}, quick none)")
@@ -93,7 +98,7 @@ def _models(given: argparse.Namespace) -> list[Model]:
     return [model for model in (TINY_COMPARED if given.quick else COMPARED) if model.key in given.models]
 
 
-def _compare(model: Model, given: argparse.Namespace, folder: Path, log: Path) -> dict[str, Any]:
+def _compare(model: Model, given: argparse.Namespace, folder: Path, log: Path, until: float) -> dict[str, Any]:
     tell(f"{model.key}: {model.what}")
     own = folder / model.key
     own.mkdir()
@@ -111,14 +116,14 @@ def _compare(model: Model, given: argparse.Namespace, folder: Path, log: Path) -
                 tell=tell,
             )
             competitors = ways(given.transports.split(","), given.modes.split(","), given.others.split(","))
-            return comparison.run(competitors, rounds=given.rounds, profile=profile)
+            return comparison.run(competitors, rounds=given.rounds, until=until, profile=profile)
     except BenchError as error:
         tell(f"{model.key}: FAILED: {error}")
         return {"what": model.what, "error": str(error)}
 
 
-def _grow(given: argparse.Namespace, folder: Path, log: Path) -> dict[str, list[dict[str, Any]]]:
-    growth = Growth(folder, log, rounds=given.rounds, tell=tell)
+def _grow(given: argparse.Namespace, folder: Path, log: Path, until: float) -> dict[str, list[dict[str, Any]]]:
+    growth = Growth(folder, log, rounds=given.rounds, until=until, tell=tell)
     kinds: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "bytes": lambda: growth.over_models(SIZES),
         "tensors": lambda: growth.over_models(COUNTS),

@@ -130,6 +130,7 @@ def _found(*, land: float = 0.11, push: float = 0.4) -> dict[str, Any]:
     parts = {**push_parts(REPORT, LAST, "direct"), "land": land, "PWAL": 0.2}
     model = {
         "what": "a mixture",
+        "rounds": 3,
         "tensors": 3000,
         "bytes": 4_000,
         "largest_module_bytes": 100,
@@ -225,10 +226,13 @@ def test_the_document_says_what_was_missed_and_what_failed() -> None:
     assert "| push over shm, direct | 0.400 | 0.350 | 4.00 | 3.25 | 5.00 | - |" in text
     assert "All pushes ended with the same fingerprint" in text
     assert all(len(line) <= 120 or line.startswith("|") for line in text.splitlines())
+    assert "time was up" not in text
+    found["models"]["moe"]["rounds"] = 2
     found["models"]["moe"]["fingerprints_equal"] = False
     found["models"]["dense"] = {"what": "dense", "error": "the server did not start"}
     text = document(found)
     assert "**FINGERPRINTS DIFFER**" in text
+    assert "(time was up earlier: moe 2 rounds)" in " ".join(text.split())
     assert "Not measured: the server did not start" in text
 
 
