@@ -1,6 +1,7 @@
 """The worker's side of the data plane: a thread that receives and checks the buckets of one update, and lands them.
 
-It lives in a thread of its own because an RPC to a worker is serial with everything else that the engine asks of it:
+Where buckets come in copies, a second thread lands them while the next bucket arrives: two buffers take turns.
+All this is in threads of its own because an RPC to a worker is serial with everything else that the engine asks of it:
 the RPC that announces a bucket only puts it on a queue. Progress and the first error go to the shared record.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -41,6 +44,10 @@ class _Job:
     spool: Path | None = None
 
 
+#: Bytes, what lies where in them, and the digests that came along, by name.
+_Bucket = tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]
+
+
 class UpdateReceiver:
     """Receives one update on one worker, and lands it unless it is staged.
 
@@ -68,7 +75,11 @@ class UpdateReceiver:
         self._progress = progress
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._session: ReloadSession | None = None
-        self._buffer: torch.Tensor | None = None
+        self._buffers: list[torch.Tensor] = []
+        self._received = 0
+        self._landing: Future[None] | None = None
+        self._failing = threading.Lock()
+        self._failed = False
         self._landed: set[str] = set()
         self.seconds = PartSeconds()
         #: Digests of the tensors that arrived, as far as the update has any.
@@ -120,14 +131,24 @@ class UpdateReceiver:
     # The thread
 
     def _run(self) -> None:
+        with ThreadPoolExecutor(1, f"weightpush-land-{self.epoch}") as second, self._telling() as where:
+            try:
+                if self._transport is not None:
+                    self._transport.open(self.begin.deadlines.rendezvous_s)
+                self._progress.update(epoch=self.epoch, connected=True)
+                while (job := self._next_job()) is not None:
+                    where["bucket"] = job.bucket
+                    self._take(job, second)
+            finally:
+                if self._transport is not None:
+                    self._transport.close()
+
+    @contextmanager
+    def _telling(self) -> Iterator[dict[str, object]]:
+        """Put what goes wrong in the block on record, with what the block adds to the dict that it gets."""
         where: dict[str, object] = {"worker_rank": self._rank}
         try:
-            if self._transport is not None:
-                self._transport.open(self.begin.deadlines.rendezvous_s)
-            self._progress.update(epoch=self.epoch, connected=True)
-            while (job := self._next_job()) is not None:
-                where["bucket"] = job.bucket
-                self._take(job)
+            yield where
         except WeightPushError as error:
             error.details.update(where)
             self._fail(error)
@@ -135,9 +156,6 @@ class UpdateReceiver:
             details = {**where, "exception": type(error).__name__}
             message = f"worker {self._rank} could not take a bucket: {type(error).__name__}: {error}"
             self._fail(WeightPushError(ErrorCode.LANDING_FAILED, message, details=details))
-        finally:
-            if self._transport is not None:
-                self._transport.close()
 
     def _next_job(self) -> _Job | None:
         """Wait for the next bucket, or ``None`` at the end; meanwhile look whether the trainer still lives."""
@@ -152,15 +170,33 @@ class UpdateReceiver:
             return None if self._stopped.is_set() else job
 
     def _fail(self, error: WeightPushError) -> None:
-        if self._stopped.is_set():
-            return  # Ended on purpose; the reason is already on record.
+        with self._failing:
+            if self._stopped.is_set() or self._failed:
+                return  # Ended on purpose, or by the other thread; the reason is already on record.
+            self._failed = True
         if self._transport is not None:
             self._transport.abort()
         self._progress.update(epoch=self.epoch, error=error.body().error)
 
-    def _take(self, job: _Job) -> None:
+    def _take(self, job: _Job, second: Executor) -> None:
+        """Receive a bucket and land it, or leave that to the ``second`` thread once that has landed the one before."""
         with self.seconds.booking("receive"):
-            buffer, entries, digests = self._read_spool(job) if job.spool is not None else self._receive(job)
+            bucket = self._read_spool(job) if job.spool is not None else self._receive(job)
+        if job.spool is not None or isinstance(self._transport, BorrowingReceiver):
+            self._land(job, bucket)
+            return
+        if self._landing is not None:
+            self._landing.result()
+        if not self._failed:
+            self._landing = second.submit(self._land_and_tell, job, bucket)
+
+    def _land_and_tell(self, job: _Job, bucket: _Bucket) -> None:
+        with self._telling() as where:
+            where["bucket"] = job.bucket
+            self._land(job, bucket)
+
+    def _land(self, job: _Job, bucket: _Bucket) -> None:
+        buffer, entries, digests = bucket
         with self.seconds.booking("digest"):
             self._check_digests(buffer, entries, digests)
         if self._copy is not None:
@@ -189,11 +225,11 @@ class UpdateReceiver:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a bucket's tensors for landing, but none any more once the update was given up."""
         for spec, offset in entries:
-            if self._stopped.is_set():
+            if self._stopped.is_set() or self._failed:
                 raise WeightPushError(ErrorCode.ABORTED, "the update was given up while a bucket was landing")
             yield spec.name, view_tensor(buffer, offset, spec)
 
-    def _receive(self, job: _Job) -> tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]:
+    def _receive(self, job: _Job) -> _Bucket:
         assert self._transport is not None  # A collective job is only made for a collective transport.
         manifest = self.begin.manifest
         nbytes, timeout_s = manifest.buckets[job.bucket].nbytes, self.begin.deadlines.bucket_s
@@ -204,14 +240,17 @@ class UpdateReceiver:
             frame = self._transport.borrow(job.bucket, frame_bytes(nbytes, len(entries)), timeout_s)
             digests = read_digests(frame, nbytes, len(entries))
             return frame[:nbytes], entries, dict(zip((spec.name for spec, _ in entries), digests, strict=True))
-        if self._buffer is None:
+        turn = self._received % 2
+        if turn == len(self._buffers):
             largest = max(bucket.nbytes for bucket in manifest.buckets)
-            self._buffer = torch.empty(largest, dtype=torch.uint8, device=self._wire_device)
-        buffer = self._buffer[:nbytes]
+            self._buffers.append(torch.empty(largest, dtype=torch.uint8, device=self._wire_device))
+        # The bucket before the last one has landed: see `_take`.
+        buffer = self._buffers[turn][:nbytes]
+        self._received += 1
         self._transport.receive(job.bucket, buffer, timeout_s)
         return buffer, manifest.bucket_tensors(job.bucket), job.digests
 
-    def _read_spool(self, job: _Job) -> tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]:
+    def _read_spool(self, job: _Job) -> _Bucket:
         assert job.spool is not None
         size = job.spool.stat().st_size
         raw = torch.from_file(str(job.spool), shared=True, size=size, dtype=torch.uint8)

@@ -74,16 +74,16 @@ def _inject_faults(file: Path) -> None:
             done.add(key)
             raise RuntimeError(fault[key])
 
-    take = receiver.UpdateReceiver._take
+    land_bucket = receiver.UpdateReceiver._land
 
-    def faulty_take(self: Any, job: Any) -> None:
+    def faulty_land_bucket(self: Any, job: Any, bucket: Any) -> None:
         fault = faults()
         time.sleep(fault.get("slow_land_ms", 0) / 1000)
         if fault.get("land_bucket") == job.bucket:
             raise MemoryError(fault["error"])
-        take(self, job)
+        land_bucket(self, job, bucket)
 
-    receiver.UpdateReceiver._take = faulty_take
+    receiver.UpdateReceiver._land = faulty_land_bucket
     land = worker_update.WorkerUpdate.land
 
     def faulty_land(self: Any, **options: Any) -> None:

@@ -1,7 +1,8 @@
-"""What lands out of shared memory: the same model as from anywhere else, and nothing that changed on the way."""
+"""What lands out of shared memory, or of copies: the same model as from anywhere else, whatever happens meanwhile."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.errors import ErrorCode
 from weightpush_protocol.manifest import Manifest, TensorSpec, build_manifest
 from weightpush_protocol.messages import BeginRequest
+from weightpush_protocol.transports.collective import CollectiveSender
 from weightpush_protocol.transports.frames import frame_bytes, largest_frame, write_digests
 from weightpush_protocol.transports.shared_memory import SharedBuffers
 from weightpush_protocol.transports.shm_sender import ShmSender
@@ -184,3 +186,82 @@ def test_a_buffer_is_given_back_only_after_it_has_landed(
             send(sender, receiver, manifest, B, number)
         until(lambda: progress.record.buckets_done == 4)
     assert order[:4] == ["landed", "given back", "landed", "given back"]
+
+
+def test_the_next_bucket_arrives_while_the_one_before_lands(
+    progress: ProgressWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a transport that brings copies: two buffers, never a third, and all of it lands in order."""
+    live, wanted = cold_start(A), cold_start(B)
+    manifest = manifest_of(B)
+    sender = CollectiveSender("gloo", host="127.0.0.1", world_size=2)
+    begin = BeginRequest(weight_version="v1", manifest=manifest, transport=sender.config)
+    receiver = UpdateReceiver(begin, epoch=EPOCH, rank=0, device=CPU, progress=progress)
+    receiver.attach(live.begin(plan=live.plan(B)))
+    go_on = threading.Event()
+    landing = receiver.session.land
+
+    def land(tensors: Iterator[tuple[str, torch.Tensor]], *, read_only: bool) -> None:
+        assert go_on.wait(WAIT_S)
+        landing(tensors, read_only=read_only)
+
+    monkeypatch.setattr(receiver.session, "land", land)
+    receiver.connect()
+    sender.open(WAIT_S)
+    try:
+        for number, bucket in enumerate(manifest.buckets):
+            buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+            digests = {}
+            for spec, offset in manifest.bucket_tensors(number):
+                raw = buffer[offset : offset + spec.nbytes]
+                raw.view(spec.torch_dtype).view(spec.shape).copy_(B[spec.name])
+                digests[spec.name] = tensor_digest(raw)
+            receiver.expect(number, digests)
+            sender.send(number, buffer, WAIT_S)
+            if number == 1:
+                until(lambda: receiver._received == 2)
+                assert progress.record.buckets_done == 0
+                time.sleep(0.05)
+                go_on.set()
+        until(lambda: progress.record.error or progress.record.buckets_done == len(manifest.buckets))
+        assert progress.record.error is None
+        assert len(receiver._buffers) == 2
+        finish_reload(receiver.session)
+    finally:
+        go_on.set()
+        sender.close()
+        receiver.stop()
+    assert not receiver.alive
+    assert differing(contents(live.model), contents(wanted.model)) == []
+
+
+def test_what_breaks_in_landing_ends_the_waiting_for_the_next_bucket(
+    progress: ProgressWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = cold_start(A)
+    manifest = manifest_of(B)
+    sender = CollectiveSender("gloo", host="127.0.0.1", world_size=2)
+    begin = BeginRequest(weight_version="v1", manifest=manifest, transport=sender.config, digest="none")
+    receiver = UpdateReceiver(begin, epoch=EPOCH, rank=0, device=CPU, progress=progress)
+    receiver.attach(live.begin(plan=live.plan(B)))
+
+    def land(*_: object, **__: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(receiver.session, "land", land)
+    receiver.connect()
+    sender.open(WAIT_S)
+    try:
+        receiver.expect(0, {})
+        receiver.expect(1, {})
+        sender.send(0, torch.zeros(manifest.buckets[0].nbytes, dtype=torch.uint8), WAIT_S)
+        until(lambda: progress.record.error)
+        error = progress.record.error
+        assert error is not None
+        assert (error.code, error.details["bucket"]) == (ErrorCode.LANDING_FAILED, 0)
+        assert "no room" in error.message
+        until(lambda: not receiver.alive)
+        assert progress.record.error == error
+    finally:
+        sender.close()
+        receiver.stop()
