@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
     told = list(sys.argv[1:] if arguments is None else arguments)
     began = time.monotonic()
+    # Ended from outside, it still ends its processes and leaves nothing in the RAM disk.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found: dict[str, Any] = {"machine": describe([shlex.quote(word) for word in told])}
     found |= {"quick": given.quick, "rounds": given.rounds, "models": {}}
     found["growth"] = {kind: [] for kind in _GROWTH.split(",")}
