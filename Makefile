@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: setup demo rl test test-fast test-long test-trl faults matrix lint format types lock clean
+.PHONY: setup demo rl test test-fast test-long test-trl faults matrix bench lint format types lock clean
 
 setup: $(READY)
 
@@ -51,6 +51,11 @@ faults: setup
 # Options: make matrix ARGS="--models qwen3,gpt_oss --tp 2"
 matrix: setup
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m matrix.run $(ARGS)
+
+# What a push costs beside every other way: about ten minutes, writes docs/benchmarks. Leave the machine alone meanwhile.
+# Options: make bench ARGS="--quick", ARGS="--models moe --transports shm --growth none --out /tmp/bench"
+bench: setup
+	PYTHONPATH=.:examples OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.run $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

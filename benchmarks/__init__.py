@@ -1,0 +1,1 @@
+"""What a push costs, and what it is compared with: ``python -m benchmarks.run``, see ``docs/benchmarks/README.md``."""
