@@ -119,7 +119,7 @@ def test_closing_a_pusher_ends_the_push_of_another_thread(make: MakeServer, rout
 
     thread = threading.Thread(target=push)
     thread.start()
-    while route not in servers[0].calls:
+    while route not in servers[0].calls or servers[1].status().update is None:
         time.sleep(0.01)
     pusher.close()
     # When close returns, the push has ended, and the servers know.

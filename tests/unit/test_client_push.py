@@ -652,7 +652,10 @@ def test_what_the_callback_raises_aborts_the_update(
             pusher.push(make_weights(), weight_version="v1", progress=callback)
         assert caught.value is failure
         assert our_threads() == ["weightpush-http"]
-        assert list(server.ended.values()) == ([] if phase is PushPhase.BEGIN else ["aborted"])
+        # Workers that share memory may see that their trainer has left before their server is told so.
+        heard = {"aborted", "transport_failed"} if transport == "shm" else {"aborted"}
+        assert len(server.ended) == (phase is not PushPhase.BEGIN)
+        assert set(server.ended.values()) <= heard
         assert server.status().weight_version == "default"
         pusher.push(make_weights(), weight_version="v2")
     assert_arrived(server)
