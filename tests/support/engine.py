@@ -22,7 +22,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.transformers.base import Base
 
-from weightpush_protocol.manifest import TensorSpec
+from weightpush_protocol.manifest import TensorSpec, layout_bucket
 from weightpush_server.loader import INNER_FORMAT_KEY, LOAD_FORMAT, POLICY_KEY, SELF_CHECK_KEY, register_loader
 from weightpush_server.reload import Planner, ReloadProof, ReloadSession, finish_reload, start_reload
 from weightpush_server.reload.fingerprint import reachable_tensors
@@ -155,7 +155,20 @@ def push(
 
 
 def land(session: ReloadSession, bucket: Tensors) -> None:
-    """Land one bucket from a buffer that is overwritten right afterwards, as a receiver's is."""
+    """Land one bucket from a buffer that is overwritten right afterwards, as a receiver's is.
+
+    Along a plan it lands as a bucket, else tensor by tensor.
+    """
+    if session.plan is not None and bucket:
+        listed = specs(bucket)
+        layout = layout_bucket(range(len(bucket)), listed)
+        raw = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
+        entries = [(listed[index], offset) for index, offset in zip(layout.tensors, layout.offsets, strict=True)]
+        for (spec, offset), index in zip(entries, layout.tensors, strict=True):
+            raw[offset : offset + spec.nbytes] = _bits(bucket[index][1])
+        session.land_bucket(raw, layout, entries, check_wanted=lambda: None)
+        raw.fill_(0xFF)
+        return
     buffer = [(name, tensor.clone()) for name, tensor in bucket]
     session.land(iter(buffer))
     for _, tensor in buffer:

@@ -66,15 +66,15 @@ def make_batch(programs: Mapping[str, Program], expected: Mapping[str, TensorSpe
     What is not as ``expected``, or needs more than copies, is left for one by one.
     """
     alone: list[Move] = []
-    names: list[str] = []
+    names: set[str] = set()
     rest: list[tuple[TensorSpec, int]] = []
     nbytes = 0
     for spec, offset in entries:
         program = programs.get(spec.name)
-        if program is None or expected.get(spec.name) != spec or not _only_copies(program):
+        if program is None or spec.name in names or expected.get(spec.name) != spec or not _only_copies(program):
             rest.append((spec, offset))
             continue
-        names.append(spec.name)
+        names.add(spec.name)
         nbytes += spec.nbytes
         for step in program.steps:
             source = step.source
