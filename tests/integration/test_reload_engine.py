@@ -127,7 +127,7 @@ def test_push_equals_cold_start(
     cold_b = cold(key, 2)
     with engine(checkpoint(key, 1, root)) as live:
         cold_a = snapshot(live)
-        assert all(mine[:4] != theirs[:4] for mine, theirs in zip(cold_a.tokens, cold_b.tokens, strict=True))
+        assert all(mine != theirs for mine, theirs in zip(cold_a.tokens, cold_b.tokens, strict=True))
         assert len(cold_a.differing(cold_b)) > len(cold_a.probes)
         row = table[key] = Row(tensors=len(cold_a.tensors), probes=len(cold_a.probes))
         names = set(registered(live.model))
