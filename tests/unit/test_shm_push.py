@@ -192,6 +192,15 @@ def test_the_memory_is_kept_until_the_pusher_closes_and_never_after_a_failure(
         assert shared_memory() <= before
         pusher.push(make_weights(), weight_version="v4")
         assert shared_memory() - before
+
+        async def refuse() -> None:
+            raise WeightPushError(ErrorCode.POSTLOAD_FAILED, "after all buckets were there")
+
+        server.hooks["finish"] = refuse
+        with pytest.raises(PushError, match="after all buckets"):
+            pusher.push(make_weights(), weight_version="v5")
+        gc.collect()
+        assert shared_memory() <= before
     gc.collect()
     assert shared_memory() <= before
 

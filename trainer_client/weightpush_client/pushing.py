@@ -141,7 +141,7 @@ class Push:
                 self._fleet, request, links, self._wish.progress, policy=self._settings.policy, stop=self._wish.stop
             )
             try:
-                with update:
+                with self._buffers.dropped_on_failure(), update:
                     update.begin()
                     with update.waiting():
                         self._check_bases()
@@ -163,6 +163,8 @@ class Push:
                 source.close()
                 self._wish.again()
                 continue
+            if update.dropped:
+                self._buffers.drop()  # Whoever was left behind may still read them.
             for place, reason in update.dropped.items():
                 self._exclude(self._fleet.urls[place], reason)
             report = self._report(request, "+".join(dict.fromkeys(names)), answers, update, check_seconds)

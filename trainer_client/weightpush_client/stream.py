@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Final
@@ -84,6 +85,15 @@ class Buffers:
                     details={"transport": "shm", "exception": type(error).__name__},
                 ) from error
         return self._shared
+
+    @contextmanager
+    def dropped_on_failure(self) -> Iterator[None]:
+        """Give the memory back if the block fails: a transport that was cut off, or a worker, may still read it."""
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
 
     def drop(self) -> None:
         """Give the memory back."""
@@ -184,8 +194,6 @@ class BucketStream:
                 self._await_delivery(len(self._manifest.buckets) - 1)
             except BaseException:
                 self._interrupt()
-                # A transport that was cut off may still read them.
-                self._buffers.drop()
                 raise
 
     def _borrow(self, lend: Lend, number: int) -> torch.Tensor:
