@@ -34,8 +34,9 @@ def sleeping(seconds: float) -> Callable[[], Awaitable[None]]:
 @pytest.mark.parametrize("route", ["begin", "stream", "prepare"])
 def test_a_server_keeps_its_lease_while_another_is_slow(make: MakeServer, route: str) -> None:
     quick, late = make(), make()
-    late.hooks[route] = sleeping(1.5 if route != "stream" else 0.5)
-    with pusher_for(quick, late, deadlines=Deadlines(lease_s=0.4)) as pusher:
+    # Long enough that a busy machine does not stop this process for half a lease.
+    late.hooks[route] = sleeping(4.0 if route != "stream" else 1.0)
+    with pusher_for(quick, late, deadlines=Deadlines(lease_s=1.6)) as pusher:
         pusher.push(make_weights(), weight_version="v1")
     assert quick.calls.count("keep") > 2
     assert {server.status().weight_version for server in (quick, late)} == {"v1"}
@@ -73,8 +74,8 @@ def test_a_server_that_loses_its_lease_alone_is_left_out(make: MakeServer) -> No
         raise WeightPushError(ErrorCode.TOO_MANY_CALLS, "later")
 
     deaf.hooks["keep"] = crowded
-    late.hooks["begin"] = sleeping(1.5)
-    with pusher_for(deaf, late, on_server_failure="exclude", deadlines=Deadlines(lease_s=0.5)) as pusher:
+    late.hooks["begin"] = sleeping(4.0)
+    with pusher_for(deaf, late, on_server_failure="exclude", deadlines=Deadlines(lease_s=1.6)) as pusher:
         report = pusher.push(make_weights(), weight_version="v1")
     assert deaf.calls.count("keep") > 1
     assert [(found.url, found.code) for found in report.excluded] == [(deaf.url, ErrorCode.LEASE_LOST)]

@@ -99,7 +99,7 @@ def test_a_larger_bucket_gets_larger_buffers_and_a_failure_gives_them_up() -> No
     def fail(*_: object) -> None:
         raise RuntimeError("no")
 
-    with pytest.raises(RuntimeError, match="no"):
+    with pytest.raises(RuntimeError, match="no"), buffers.dropped_on_failure():
         stream_of(TensorSource(WEIGHTS.items()), fail, buffers=buffers).run()
     assert buffers.take(1, 1, torch.device("cpu"), pinned=False)[0].numel() == 1
 
