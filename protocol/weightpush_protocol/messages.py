@@ -417,6 +417,61 @@ class LastUpdate(_Answer):
     finished_at: AwareDatetime
 
 
+class UpdateKind(StrEnum):
+    """Where the tensors of an update came from.
+
+    ``push``: a trainer. ``disk``: ``POST /reload``. ``rollback``: a kept copy. ``undo``: a kept copy as well, after a
+    staged update that had spoilt what was served; nobody asked for that.
+    """
+
+    PUSH = "push"
+    DISK = "disk"
+    ROLLBACK = "rollback"
+    UNDO = "undo"
+
+
+class OutcomeError(_Answer):
+    """Why an update failed, in short; ``last_error`` of the status has all of it for the last one."""
+
+    code: ErrorCode
+    message: str
+    phase: Phase
+
+
+class UpdateOutcome(_Answer):
+    """How an update ended. It was committed if ``error`` is None.
+
+    ``weight_version`` is what it brought, or would have; ``state`` the server's afterwards. ``tensors`` and ``bytes``
+    are those of its plan. ``seconds`` since ``begin``, ``pause_seconds`` with the gate closed, ``phase_seconds`` and
+    ``worker_seconds`` as in ``LastUpdate``; of a failed update all of them until it had failed.
+    """
+
+    update_id: str
+    epoch: int
+    kind: UpdateKind
+    weight_version: str
+    mode: UpdateMode
+    transport: str
+    digest: DigestKind
+    state: ServerState
+    error: OutcomeError | None = None
+    tensors: int
+    bytes: int
+    seconds: float
+    pause_seconds: float
+    phase_seconds: dict[str, float] = Field(default_factory=dict)
+    worker_seconds: dict[str, float] = Field(default_factory=dict)
+    started_at: AwareDatetime
+    finished_at: AwareDatetime
+
+
+class HistoryAnswer(_Answer):
+    """``GET /reload/history``: the last ten updates since the server started, the latest first."""
+
+    instance_id: str
+    updates: list[UpdateOutcome] = Field(default_factory=list)
+
+
 class CopyRole(StrEnum):
     """Which weights a kept copy holds: those committed last, or those before them."""
 

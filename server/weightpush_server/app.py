@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from weightpush_protocol.messages import INITIAL_VERSION, WeightVersion
 from weightpush_protocol.state import ServerState
 from weightpush_server.config import DEFAULT_MAX_BUCKET_BYTES, ServerConfig, StoragePolicy
+from weightpush_server.cross_origin import parse_origin
 from weightpush_server.plugin import ENDPOINT_PLUGIN, GENERAL_PLUGIN
 from weightpush_server.records import ControlRecord
 from weightpush_server.rundir import VARIABLE, RunDirectory
@@ -141,6 +142,15 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
         "/reload is refused.",
     )
     group.add_argument(
+        "--fleet-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="Origin (http://HOST:PORT, as browsers reach it) of another server of the fleet, for the status page "
+        "/reload/ui: its page may read this server's status, events and history, and this server's page may read "
+        "its. Repeat it for several; give all servers the same list.",
+    )
+    group.add_argument(
         RESTART_OPTION,
         type=int,
         metavar="N",
@@ -167,6 +177,7 @@ class _OwnOptions(argparse.Namespace):
     staging_budget_bytes: int | None = None
     await_weights: bool = False
     reload_roots: tuple[Path, ...] = ()
+    fleet_origins: tuple[str, ...] = ()
 
 
 def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
@@ -183,6 +194,7 @@ def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
         staging_budget_bytes=_bytes_of_mb(vars(args).pop("staging_budget_mb")),
         await_weights=vars(args).pop("await_weights"),
         reload_roots=tuple(_check_root(root) for root in vars(args).pop("reload_root")),
+        fleet_origins=tuple(dict.fromkeys(_check_origin(text) for text in vars(args).pop("fleet_origin"))),
     )
     # The supervisor has taken them off the command line.
     for option, given in ((RESTART_OPTION, vars(args).pop("restart_on_failure")), (END_OPTION, args.end_with_stdin)):
@@ -200,6 +212,13 @@ def _check_root(root: Path) -> Path:
     if not resolved.is_dir():
         raise StartRefusedError(f"--reload-root {root} is no directory")
     return resolved
+
+
+def _check_origin(text: str) -> str:
+    try:
+        return parse_origin(text)
+    except ValueError as error:
+        raise StartRefusedError(f"--fleet-origin: {error}") from None
 
 
 def _bytes_of_mb(budget: float | None) -> int | None:
@@ -326,6 +345,7 @@ def prepare(args: argparse.Namespace, own: _OwnOptions, directory: RunDirectory)
         staging_budget_bytes=own.staging_budget_bytes,
         await_weights=own.await_weights,
         reload_roots=own.reload_roots,
+        fleet_origins=own.fleet_origins,
     )
     SharedState.create(
         config.state_file,

@@ -23,6 +23,7 @@ _KEEP_PREVIOUS: Final = "WEIGHTPUSH_KEEP_PREVIOUS"
 _STAGING_BUDGET: Final = "WEIGHTPUSH_STAGING_BUDGET"
 _AWAIT_WEIGHTS: Final = "WEIGHTPUSH_AWAIT_WEIGHTS"
 _RELOAD_ROOTS: Final = "WEIGHTPUSH_RELOAD_ROOTS"
+_FLEET_ORIGINS: Final = "WEIGHTPUSH_FLEET_ORIGINS"
 
 DEFAULT_MAX_BUCKET_BYTES: Final = 8 * 2**30
 DEFAULT_MAX_MANIFEST_BYTES: Final = 128 * 2**20
@@ -65,6 +66,8 @@ class ServerConfig:
     await_weights: bool = False
     #: Resolved directories below which checkpoints may be loaded from disk.
     reload_roots: tuple[Path, ...] = ()
+    #: Other servers: their status pages may read this one, and this one's page may read them.
+    fleet_origins: tuple[str, ...] = ()
 
     @property
     def state_file(self) -> Path:
@@ -90,6 +93,7 @@ class ServerConfig:
         os.environ[_STAGING_BUDGET] = "" if self.staging_budget_bytes is None else str(self.staging_budget_bytes)
         os.environ[_AWAIT_WEIGHTS] = str(int(self.await_weights))
         os.environ[_RELOAD_ROOTS] = json.dumps([str(root) for root in self.reload_roots])
+        os.environ[_FLEET_ORIGINS] = json.dumps(self.fleet_origins)
 
     @classmethod
     def from_environment(cls) -> ServerConfig:
@@ -112,4 +116,5 @@ class ServerConfig:
             staging_budget_bytes=int(os.environ[_STAGING_BUDGET]) if os.environ[_STAGING_BUDGET] else None,
             await_weights=os.environ[_AWAIT_WEIGHTS] == "1",
             reload_roots=tuple(Path(root) for root in json.loads(os.environ[_RELOAD_ROOTS])),
+            fleet_origins=tuple(json.loads(os.environ[_FLEET_ORIGINS])),
         )

@@ -9,12 +9,14 @@ from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_server.bodies import Spool
 from weightpush_server.config import ServerConfig
 from weightpush_server.coordinator import Coordinator
+from weightpush_server.cross_origin import CrossOrigin
 from weightpush_server.engine import Engine
 from weightpush_server.gate import Gate
 from weightpush_server.lifecycle import UpdateLifecycle
 from weightpush_server.publishing import combine_fingerprints
 from weightpush_server.rundir import RunDirectory
 from weightpush_server.shared_state import SharedState
+from weightpush_server.status_page import StatusPage
 from weightpush_server.tokens import TokenFile
 from weightpush_server.watch import Watchdog
 
@@ -33,6 +35,8 @@ class ServerContext:
         self.spool = Spool(config.spool_dir, 2 * config.max_bucket_bytes)
         #: ``None``: no token is asked for.
         self.tokens = TokenFile(config.token_file) if config.token_file is not None else None
+        self.cross_origin = CrossOrigin(config.fleet_origins)
+        self.page = StatusPage(config.fleet_origins)
         self._coordinator: Coordinator | None = None
         self._watching: asyncio.Task[None] | None = None
 

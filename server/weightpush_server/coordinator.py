@@ -20,6 +20,7 @@ from weightpush_protocol.messages import (
     DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
+    HistoryAnswer,
     KeepAnswer,
     KeepRequest,
     LastError,
@@ -76,6 +77,11 @@ class Coordinator:
         if self._engine.dead:
             control = control.model_copy(update={"state": ServerState.FAILED, "last_error": _engine_died(control)})
         return build_status(control, self._shared.worker_records())
+
+    def history(self) -> HistoryAnswer:
+        """Return how the last updates ended, the latest first. Never waits."""
+        outcomes = self._shared.history().outcomes
+        return HistoryAnswer(instance_id=self._shared.control().instance_id, updates=outcomes[::-1])
 
     async def manifest(self) -> ManifestAnswer:
         """Return the checkpoint that this server expects, as its first worker knows it."""

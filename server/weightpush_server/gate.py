@@ -20,6 +20,7 @@ from weightpush_protocol.messages import VERSION_HEADER
 from weightpush_server.held_bodies import HeldBody, Room
 from weightpush_server.records import ControlRecord
 from weightpush_server.shared_state import SharedState
+from weightpush_server.status_page import UI_PATH
 from weightpush_server.tokens import TokenFile
 
 if TYPE_CHECKING:
@@ -30,8 +31,10 @@ RETRY_AFTER_S: Final = 1
 STATUS_PATH: Final = "/reload/status"
 #: Control calls that one API process answers at the same time, streams of events included.
 MAX_CONTROL_CALLS: Final = 64
+#: Answered without a token: they tell a stranger no more than a probe needs, or nothing.
+_PUBLIC: Final = frozenset({("GET", STATUS_PATH), ("GET", UI_PATH)})
 #: Not counted there, so that whoever looks, keeps an update or ends it gets through.
-_ALWAYS_ANSWERED: Final = frozenset({("GET", STATUS_PATH), ("POST", "/reload/keep"), ("POST", "/reload/abort")})
+_ALWAYS_ANSWERED: Final = _PUBLIC | {("POST", "/reload/keep"), ("POST", "/reload/abort")}
 
 # Routes of vLLM that never run the model and never change it; everything else is gated, also routes that a later vLLM
 # or another plugin adds.
@@ -257,6 +260,10 @@ class WeightPushMiddleware:
         path = route_path(scope)
         if is_control_path(path) or is_control_path(scope["path"]):
             headers = Headers(scope=scope)
+            send = context.cross_origin.labelled(path, scope, send)
+            if (preflight := context.cross_origin.preflight(method, path, headers)) is not None:
+                await preflight(scope, receive, send)
+                return
             if not self._allowed(context, method, path, headers):
                 await _unauthorized("authorization" in headers)(scope, receive, send)
                 return
@@ -278,8 +285,11 @@ class WeightPushMiddleware:
 
     @staticmethod
     def _allowed(context: ServerContext, method: str, path: str, headers: Headers) -> bool:
-        if context.tokens is None or (method == "GET" and path == STATUS_PATH):
+        if (method, path) in _PUBLIC:
             return True
+        if context.tokens is None:
+            # A page from anywhere, in the browser of somebody on this machine, must not push: only browsers send this.
+            return method == "GET" or "origin" not in headers
         return token_matches(headers, context.tokens)
 
 

@@ -25,6 +25,7 @@ from weightpush_protocol.messages import (
     Epoch,
     FinishAnswer,
     FinishRequest,
+    HistoryAnswer,
     KeepAnswer,
     KeepRequest,
     ManifestAnswer,
@@ -254,6 +255,18 @@ async def abort(request: Request) -> Response:
     context = _context(request)
     body = await _small_body(request, AbortRequest)
     return _json(await context.coordinator.abort(body))
+
+
+@router.get("/history", responses=responses(HistoryAnswer))
+async def history(request: Request) -> Response:
+    """How the last ten updates ended, the latest first: outcome, phases, sizes, errors."""
+    return _json(_context(request).coordinator.history())
+
+
+@router.get("/ui", include_in_schema=False)
+async def ui(request: Request) -> Response:
+    """The status page, for people. Holds nothing about this server but the origins that it may read."""
+    return _context(request).page.response()
 
 
 @router.get("/events", response_class=StreamingResponse, responses=responses(None))

@@ -6,6 +6,8 @@ cannot be used to look at a worker that sits in a collective, so whatever must b
 * the *control record*: state, running update, versions. Written by any API process under a file lock.
 * one *gate counter* for each API process: requests that passed the gate and have not ended. One writer each.
 * one *progress slot* for each worker. One writer each.
+* the *history*: how the last updates ended. Written with the control record that ends one, and no part of it, since that
+  is copied for every change.
 
 Readers take no lock and never wait for a writer, not even for one that was killed in mid-write: see ``_Slot``.
 """
@@ -25,6 +27,7 @@ from typing import Final, Generic, TypeVar
 
 from pydantic import BaseModel
 
+from weightpush_server.history import History, outcome_of
 from weightpush_server.records import ControlRecord, WorkerRecord
 
 _MAGIC: Final = b"WPSTATE1"
@@ -34,6 +37,7 @@ _AREA_HEADER: Final = struct.Struct("<QII")  # sequence, length, CRC-32
 _COUNTER: Final = struct.Struct("<II")  # pid, requests in flight
 
 _CONTROL_BYTES: Final = 512 * 1024
+_HISTORY_BYTES: Final = 128 * 1024
 _WORKER_BYTES: Final = 32 * 1024
 _FILE_HEADER_BYTES: Final = 64
 MAX_API_PROCESSES: Final = 128
@@ -118,7 +122,9 @@ class SharedState:
         if magic != _MAGIC:
             raise ValueError(f"{path} is no weightpush state file")
         self._control = _Slot(self._memory, _FILE_HEADER_BYTES, _CONTROL_BYTES, ControlRecord)
-        workers_at = _FILE_HEADER_BYTES + _CONTROL_BYTES + MAX_API_PROCESSES * _COUNTER.size
+        history_at = _FILE_HEADER_BYTES + _CONTROL_BYTES + MAX_API_PROCESSES * _COUNTER.size
+        self._history = _Slot(self._memory, history_at, _HISTORY_BYTES, History)
+        workers_at = history_at + _HISTORY_BYTES
         self._progress = [
             _Slot(self._memory, workers_at + rank * _WORKER_BYTES, _WORKER_BYTES, WorkerRecord)
             for rank in range(self._workers)
@@ -128,7 +134,8 @@ class SharedState:
     @classmethod
     def create(cls, path: Path, *, workers: int, control: ControlRecord) -> SharedState:
         """Make the file, readable by its owner alone, with its first control record."""
-        size = _FILE_HEADER_BYTES + _CONTROL_BYTES + MAX_API_PROCESSES * _COUNTER.size + workers * _WORKER_BYTES
+        size = _FILE_HEADER_BYTES + _CONTROL_BYTES + MAX_API_PROCESSES * _COUNTER.size
+        size += _HISTORY_BYTES + workers * _WORKER_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "r+b") as file:
             file.truncate(size)
@@ -165,8 +172,17 @@ class SharedState:
         with self.path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             draft = self.control().model_copy(deep=True)
+            running = draft.update
             yield draft
             self._control.write(draft)
+            if running is not None and draft.update is not running:
+                ended = draft.find_ended(running.update_id)
+                if ended is not None:
+                    self._history.write(self.history().with_outcome(outcome_of(running, ended, draft.state)))
+
+    def history(self) -> History:
+        """Return how the last updates ended. Shared: do not change it."""
+        return self._history.read() or History()
 
     # Gate counters
 
