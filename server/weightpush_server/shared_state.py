@@ -31,7 +31,7 @@ from weightpush_protocol.state import ServerState
 from weightpush_server.log import logger
 from weightpush_server.observe.happenings import Happening, happenings
 from weightpush_server.observe.series import CLOSED
-from weightpush_server.observe.tally import Tally
+from weightpush_server.observe.tally import Tally, counts
 from weightpush_server.records import ControlRecord, WorkerRecord
 
 _MAGIC: Final = b"WPSTATE1"
@@ -193,7 +193,7 @@ class SharedState:
         try:
             now = time.monotonic()
             happened = happenings(before, after, now)
-            if happened:
+            if any(map(counts, happened)):  # Each write costs some 70 µs under the lock.
                 tally = self.tally().model_copy(deep=True)
                 tally.count(happened, now)
                 self._tally.write(tally)

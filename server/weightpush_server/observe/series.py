@@ -26,7 +26,7 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Series:
     """One family of series. ``labels``: name to the values that are exported from the start; none: as they come."""
 

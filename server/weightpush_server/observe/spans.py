@@ -170,11 +170,12 @@ class SpanWriter:
 
 def _emit(provider: TracerProvider, span: Span) -> None:
     from opentelemetry import trace
+    from opentelemetry.context import Context
 
     tracer = provider.get_tracer("weightpush")
 
     def emit(span: Span, parent: trace.Span | None) -> None:
-        context = trace.set_span_in_context(parent) if parent is not None else trace.Context()
+        context = trace.set_span_in_context(parent) if parent is not None else Context()
         made = tracer.start_span(span.name, context=context, start_time=span.start_ns, attributes=span.attributes)
         if span.error is not None:
             made.set_status(trace.StatusCode.ERROR, span.error)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from weightpush_protocol.errors import ErrorCode
 from weightpush_protocol.state import ServerState
 from weightpush_server.observe import series
-from weightpush_server.observe.happenings import Happening, Outcome, PhaseEnded, StateChanged, UpdateEnded
+from weightpush_server.observe.happenings import Happening, Outcome, StateChanged, UpdateEnded
 from weightpush_server.observe.series import BOUNDS, Series
 
 
@@ -25,6 +25,11 @@ class Distribution(BaseModel):
         """Count ``value``, in seconds."""
         self.counts[bisect_left(BOUNDS, value)] += 1
         self.total += value
+
+
+def counts(happening: Happening) -> bool:
+    """Whether a happening moves a counter."""
+    return isinstance(happening, StateChanged | UpdateEnded)
 
 
 class Tally(BaseModel):
@@ -60,19 +65,19 @@ class Tally(BaseModel):
         self.histograms.setdefault(to.name, {}).setdefault("|".join(labels), Distribution()).observe(value)
 
     def count(self, happened: Iterable[Happening], now: float) -> None:
-        """Count what happened by ``now``, in the clock of ``state_since``."""
+        """Count what happened by ``now``, in the clock of ``state_since``. Phases count when their update ends."""
         for happening in happened:
             if isinstance(happening, StateChanged):
                 self.add(series.STATE_SECONDS, (happening.before.value,), now - self.state_since)
                 self.state_since = now
-            elif isinstance(happening, PhaseEnded):
-                self.observe(series.PHASE_SECONDS, (happening.phase.value,), happening.seconds)
             elif isinstance(happening, UpdateEnded):
                 self._count_end(happening)
 
     def _count_end(self, end: UpdateEnded) -> None:
         mode = end.update.mode.value
         self.add(series.UPDATES, (mode, end.outcome.value))
+        for phase, seconds in end.phase_seconds.items():
+            self.observe(series.PHASE_SECONDS, (phase,), seconds)
         if end.outcome is Outcome.COMMITTED:
             self.add(series.BYTES, (end.update.transport,), end.update.bytes_total)
             self.observe(series.UPDATE_SECONDS, (mode,), end.seconds)
