@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from typing import Final
 
 from pydantic import BaseModel, Field
 
 from weightpush_protocol.errors import ErrorDetail
 from weightpush_protocol.messages import OutcomeError, UpdateKind, UpdateOutcome, utc_now
-from weightpush_protocol.state import ServerState
-from weightpush_server.records import FROM_DISK, EndedUpdate, UpdateRecord
+from weightpush_server.observe.happenings import Happening, UpdateEnded
+from weightpush_server.records import FROM_DISK, UpdateRecord
 
 #: How many ended updates are listed.
 REMEMBERED: Final = 10
@@ -23,9 +23,10 @@ class History(BaseModel):
 
     outcomes: list[UpdateOutcome] = Field(default_factory=list)
 
-    def with_outcome(self, outcome: UpdateOutcome) -> History:
-        """Return this history with one more update in it; the oldest makes room."""
-        return History(outcomes=[*self.outcomes, outcome][-REMEMBERED:])
+    def after(self, happened: Sequence[Happening]) -> History:
+        """Return this history with the updates in it that ``happened`` ended, or itself if there are none."""
+        ended = [outcome_of(happening) for happening in happened if isinstance(happening, UpdateEnded)]
+        return History(outcomes=[*self.outcomes, *ended][-REMEMBERED:]) if ended else self
 
 
 def kind_of(update: UpdateRecord) -> UpdateKind:
@@ -37,14 +38,9 @@ def kind_of(update: UpdateRecord) -> UpdateKind:
     return UpdateKind.DISK if update.transport == FROM_DISK else UpdateKind.PUSH
 
 
-def outcome_of(update: UpdateRecord, ended: EndedUpdate, state: ServerState) -> UpdateOutcome:
-    """Return how ``update`` ended, which left the server in ``state``."""
-    now = time.monotonic()
-    answer, error = ended.answer, ended.error
-    phases = dict(update.phase_seconds)
-    if answer is None:  # Who commits books the last phase, who fails does not.
-        phases[update.phase.value] = round(phases.get(update.phase.value, 0.0) + now - update.phase_since, 6)
-    until_failed = now - update.gate_closed if update.gate_closed is not None else 0.0
+def outcome_of(end: UpdateEnded) -> UpdateOutcome:
+    """Return the end of an update as clients read it."""
+    update = end.update
     return UpdateOutcome(
         update_id=update.update_id,
         epoch=update.epoch,
@@ -53,14 +49,14 @@ def outcome_of(update: UpdateRecord, ended: EndedUpdate, state: ServerState) -> 
         mode=update.mode,
         transport=update.transport,
         digest=update.digest,
-        state=state,
-        error=_in_short(error, update) if error is not None else None,
+        state=end.state,
+        error=_in_short(end.error, update) if end.error is not None else None,
         tensors=update.tensors_total,
         bytes=update.bytes_total,
-        seconds=answer.seconds if answer is not None else now - update.started,
-        pause_seconds=answer.pause_seconds if answer is not None else until_failed,
-        phase_seconds=phases,
-        worker_seconds=update.worker_seconds,
+        seconds=round(end.seconds, 6),
+        pause_seconds=round(end.pause_seconds or 0.0, 6),
+        phase_seconds=end.phase_seconds,
+        worker_seconds=end.worker_seconds,
         started_at=update.started_at,
         finished_at=utc_now(),
     )
