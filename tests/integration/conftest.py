@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.browser import Browser, find_browser
 from support.server import ServerProcess
 from support.tiny import PROMPTS, checkpoint
 
@@ -26,6 +27,15 @@ class Checkpoints:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     root = tmp_path_factory.mktemp("checkpoints")
     return Checkpoints(checkpoint("qwen3", 1, root), checkpoint("qwen3", 2, root))
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A real browser without a window."""
+    if find_browser() is None:
+        pytest.skip("no Chromium on this machine (Debian: apt install chromium-headless-shell)")
+    with Browser(tmp_path_factory.mktemp("browser")) as started:
+        yield started
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,12 @@ def each_call(server: ServerProcess, headers: dict[str, str], look: Callable[[An
 def test_the_description_is_complete(server: ServerProcess) -> None:
     document = describe(server)
     names = ("status", "manifest", "verify", "begin", "stream", "keep", "prepare", "finish", "abort", "rollback")
-    assert set(document["paths"]) >= {"/reload", "/reload/events", *(f"/reload/{name}" for name in names)}
+    assert set(document["paths"]) >= {
+        "/reload",
+        "/reload/events",
+        "/reload/history",
+        *(f"/reload/{name}" for name in names),
+    }
     for path, item in document["paths"].items():
         for method, operation in item.items():
             assert operation["description"], path
@@ -104,7 +109,7 @@ def test_whatever_is_sent_is_answered_as_described_and_changes_nothing(
 
     assert each_call(server, server.headers(), look, examples=20) >= 8
     # What fits the description is understood, and what does not is refused for what it is.
-    assert seen >= {("/reload/status", 200), ("/reload/manifest", 200), ("/reload/verify", 200)}
+    assert seen >= {(f"/reload/{name}", 200) for name in ("status", "manifest", "verify", "history")}
     after_begin = ("stream", "keep", "prepare", "finish", "abort")
     assert seen >= {(f"/reload/{name}", 422) for name in ("begin", "verify", *after_begin)}
     assert seen >= {(f"/reload/{name}", 409) for name in after_begin}

@@ -76,7 +76,7 @@ def test_every_route_of_the_application_has_a_rule(
 ) -> None:
     routes = routes_of(server)
     control = {(method, path) for method, path in routes if path.startswith("/reload")}
-    names = ("begin", "stream", "keep", "prepare", "finish", "abort")
+    names = ("begin", "stream", "keep", "prepare", "finish", "abort", "history", "ui")
     assert {path for _, path in control} >= {f"/reload/{name}" for name in names}
     known = HARMLESS | GATED
     new = {f"{method} {path}" for method, path in set(routes) - control if method != "HEAD"} - known
@@ -90,6 +90,9 @@ def test_every_route_of_the_application_has_a_rule(
             if (method, path) == ("GET", "/reload/status"):
                 assert answer.status_code == 503
                 assert answer.json()["state"] == "failed"
+            elif (method, path) == ("GET", "/reload/ui"):
+                assert answer.status_code == 200
+                assert "Content-Security-Policy" in answer.headers
             elif (method, path) in control:
                 assert answer.status_code == 401, named
             elif named in HARMLESS:
@@ -275,6 +278,8 @@ def test_the_token_stands_nowhere(server: ServerProcess) -> None:
         for file in ("environ", "cmdline", "comm"):
             assert TOKEN.encode() not in Path(f"/proc/{process.pid}/{file}").read_bytes(), (process.pid, file)
     with server.client() as client:
+        for path in ("/reload/history", "/reload/ui"):
+            assert TOKEN not in client.get(path).text, path
         for path in ("/reload/status", "/reload/manifest", "/openapi.json", "/metrics", "/version", "/v1/models"):
             assert TOKEN not in client.get(path).text, path
         assert TOKEN not in client.post("/reload/begin", json={"transport": {"key": TOKEN}}).text

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -81,7 +81,8 @@ class Page:
     """A tab. ``requests`` are those it sent, with headers as they went out; ``complaints`` what its console says."""
 
     def __init__(self, browser: str, url: str, *, width: int, height: int, dark: bool) -> None:
-        self._socket = connect(browser, max_size=None, compression=None, proxy=None)
+        self._open = ExitStack()
+        self._socket = self._open.enter_context(connect(browser, max_size=None, compression=None, proxy=None))
         self._last = 0
         self._session: str | None = None
         self.requests: dict[str, dict[str, Any]] = {}
@@ -146,9 +147,9 @@ class Page:
         self.wait(f"document.body.innerText.includes({json.dumps(text)})", timeout_s)
 
     def type(self, selector: str, text: str) -> None:
-        """Type ``text`` into a field and press Enter, as a reader does."""
-        self.wait(f"document.querySelector({json.dumps(selector)})?.offsetParent !== null")
-        self.value(f"document.querySelector({json.dumps(selector)}).focus()")
+        """Type ``text`` into a field, in place of what stands there, and press Enter, as a reader does."""
+        self.wait(f"Boolean(document.querySelector({json.dumps(selector)})?.offsetParent)")
+        self.value(f"document.querySelector({json.dumps(selector)}).select()")
         self._call("Input.insertText", text=text)
         for kind in ("keyDown", "keyUp"):
             key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
@@ -169,7 +170,7 @@ class Page:
         """Close the tab."""
         with suppress(Exception):
             self._call("Page.close")
-        self._socket.close()
+        self._open.close()
 
     def __enter__(self) -> Page:
         return self

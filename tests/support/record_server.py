@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from weightpush_protocol.errors import WeightPushError
 from weightpush_protocol.messages import Deadlines, DigestKind, InFlight, UpdateMode
-from weightpush_protocol.state import Phase
+from weightpush_protocol.state import Phase, ServerState
 from weightpush_server.config import ServerConfig
 from weightpush_server.context import ServerContext
 from weightpush_server.gate import WeightPushMiddleware
@@ -52,13 +52,19 @@ class RecordServer:
     """A server with its own thread and port."""
 
     def __init__(
-        self, folder: Path, *, token: str | None = None, fleet_origins: Sequence[str] = (), workers: int = 2
+        self,
+        folder: Path,
+        *,
+        token: str | None = None,
+        fleet_origins: Sequence[str] = (),
+        workers: int = 2,
+        port: int = 0,
     ) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket = socket.create_server(("127.0.0.1", port))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.token = token
-        self._folder = folder / f"record-server-{self.port}"
+        self._folder = folder / uuid.uuid4().hex
         self._fleet_origins = tuple(fleet_origins)
         self._workers = workers
         self.requests: list[tuple[str, str, dict[str, str]]] = []
@@ -157,7 +163,8 @@ class RecordServer:
         with self.shared.transaction() as control:
             assert control.update is not None
             control.update.enter(phase)
-            control.update.written = phase not in (Phase.CHECKING, Phase.RENDEZVOUS, Phase.DRAINING)
+            untouched = (Phase.CHECKING, Phase.RENDEZVOUS, Phase.DRAINING)
+            control.update.written = control.state is ServerState.UPDATING and phase not in untouched
             if seconds is not None:
                 control.update.phase_seconds = {name.value: spent for name, spent in seconds.items()}
                 control.update.started -= sum(seconds.values())

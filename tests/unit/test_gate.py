@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from unit.test_shared_state import make_update
 from weightpush_protocol.messages import InFlight
 from weightpush_protocol.state import ServerState
 from weightpush_server import held_bodies
+from weightpush_server.cross_origin import CrossOrigin
 from weightpush_server.gate import MAX_CONTROL_CALLS, Gate, WeightPushMiddleware, is_control_path, is_gated
 from weightpush_server.held_bodies import HeldBody, Room
 from weightpush_server.records import ControlRecord
@@ -34,6 +35,7 @@ TOKEN = "correct-horse-battery"
 class Context:
     gate: Gate
     tokens: TokenFile | None
+    cross_origin: CrossOrigin = field(default_factory=CrossOrigin)
 
 
 class App:

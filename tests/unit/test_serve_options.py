@@ -71,6 +71,17 @@ def test_reload_roots_are_directories_that_exist(tmp_path: Path) -> None:
             app._take_own_options(parser.parse_args(["--reload-root", str(root)]))
 
 
+def test_origins_of_the_fleet_are_exact_and_each_counts_once() -> None:
+    parser = argparse.ArgumentParser()
+    app._add_own_options(parser)
+    words = ["--fleet-origin", "http://GPU-2:8000/", "--fleet-origin", "http://gpu-2:8000"]
+    own = app._take_own_options(parser.parse_args([*words, "--fleet-origin", "https://gpu-3"]))
+    assert own.fleet_origins == ("http://gpu-2:8000", "https://gpu-3")
+    for origin in ("*", "gpu-2:8000", "http://gpu-2/page"):
+        with pytest.raises(app.StartRefusedError, match="--fleet-origin: .* is no origin"):
+            app._take_own_options(parser.parse_args(["--fleet-origin", origin]))
+
+
 @pytest.mark.parametrize("words", [["--restart-on-failure", "3"], ["--end-with-stdin"]])
 def test_what_is_the_supervisors_must_have_been_taken_out(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
@@ -168,6 +179,7 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch, d
             self_check=False,
             await_weights=True,
             reload_roots=(Path("/models"),),
+            fleet_origins=("http://gpu-2:8000",),
             keep_previous=True,
             staging_budget_bytes=3 * 2**20,
         )
@@ -188,6 +200,7 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch, d
     }
     assert (config.storage_policy, config.self_check) == (StoragePolicy.RETAIN, False)
     assert (config.await_weights, config.reload_roots) == (True, (Path("/models"),))
+    assert config.fleet_origins == ("http://gpu-2:8000",)
     assert (config.keep_previous, config.staging_budget_bytes) == (True, 3 * 2**20)
     assert {"weightpush", "weightpush_http"} <= set(plugins)
     assert config.token_file is not None

@@ -55,7 +55,6 @@ class Card {
     this.pill = make("span", "pill");
     this.link = make("span", "link");
     const name = make("h2", "name", this.server.name);
-    name.style.fontSize = "1rem";
     const head = make("div", "head", this.pill, name, this.link);
     if (remove) {
       const button = make("button", "remove", "×");
