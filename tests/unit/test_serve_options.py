@@ -78,7 +78,7 @@ def test_origins_of_the_fleet_are_exact_and_each_counts_once() -> None:
     own = app._take_own_options(parser.parse_args([*words, "--fleet-origin", "https://gpu-3"]))
     assert own.fleet_origins == ("http://gpu-2:8000", "https://gpu-3")
     for origin in ("*", "gpu-2:8000", "http://gpu-2/page"):
-        with pytest.raises(app.StartRefusedError, match="--fleet-origin: .* is no origin"):
+        with pytest.raises(app.StartRefusedError, match=r"--fleet-origin: .* is no origin"):
             app._take_own_options(parser.parse_args(["--fleet-origin", origin]))
 
 
