@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from support.otlp import Collector
 from unit.test_shared_state import make_update
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.state import Phase, ServerState
@@ -130,66 +128,27 @@ def test_without_a_collector_there_is_no_thread() -> None:
     assert writer._thread is None
 
 
-class Receiver:
-    """A collector: takes OTLP over HTTP at ``/v1/traces``."""
-
-    def __init__(self) -> None:
-        self.requests: list[ExportTraceServiceRequest] = []
-        self.headers: list[dict[str, str]] = []
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                if self.headers.get("Content-Encoding") == "gzip":
-                    body = gzip.decompress(body)
-                receiver.headers.append({**dict(self.headers), "path": self.path})
-                receiver.requests.append(ExportTraceServiceRequest.FromString(body))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def names(self) -> list[str]:
-        return [
-            span.name
-            for request in self.requests
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    running = Receiver()
-    yield running
-    running.close()
+def collector() -> Iterator[Collector]:
+    with Collector() as running:
+        yield running
 
 
 def test_a_collector_on_a_socket_gets_them_as_the_environment_says(
-    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=rl")
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "policy-server")
+    more = {"OTEL_EXPORTER_OTLP_HEADERS": "x-tenant=rl", "OTEL_SERVICE_NAME": "policy-server"}
+    for name, value in {**collector.environment(), **more}.items():
+        monkeypatch.setenv(name, value)
     writer = SpanWriter()
     writer.tell(committed())
     assert writer.flush(60)
-    assert sorted(receiver.names()) == sorted(["weightpush.update", *(f"weightpush.{phase}" for phase in PHASES)])
-    assert {headers["path"] for headers in receiver.headers} == {"/v1/traces"}
-    assert {headers["x-tenant"] for headers in receiver.headers} == {"rl"}
-    resource = receiver.requests[0].resource_spans[0].resource
+    assert sorted(span.name for span in collector.spans()) == sorted(
+        ["weightpush.update", *(f"weightpush.{phase}" for phase in PHASES)]
+    )
+    assert {headers["path"] for headers in collector.headers} == {"/v1/traces"}
+    assert {headers["x-tenant"] for headers in collector.headers} == {"rl"}
+    resource = collector.requests[0].resource_spans[0].resource
     assert {a.key: a.value.string_value for a in resource.attributes}["service.name"] == "policy-server"
 
 
