@@ -1,13 +1,22 @@
-"""A collector of OpenTelemetry spans on a socket of this process."""
+"""Collectors of OpenTelemetry spans on a socket of this process."""
 
 from __future__ import annotations
 
 import gzip
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+import grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 
 
 class Collector:
@@ -36,13 +45,7 @@ class Collector:
 
     def spans(self) -> list[Any]:
         """Return all spans that came."""
-        return [
-            span
-            for request in list(self.requests)
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
+        return spans_in(self.requests)
 
     def environment(self) -> dict[str, str]:
         """Return what a process needs to send its spans here."""
@@ -55,3 +58,40 @@ class Collector:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class GrpcCollector(TraceServiceServicer):  # type: ignore[misc] # generated code is not typed
+    """Takes OTLP over gRPC, without TLS, at ``address``."""
+
+    def __init__(self) -> None:
+        self.requests: list[ExportTraceServiceRequest] = []
+        self._server = grpc.server(ThreadPoolExecutor(1))
+        add_TraceServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
+        """Take some spans."""
+        self.requests.append(request)
+        return ExportTraceServiceResponse()
+
+    def spans(self) -> list[Any]:
+        """Return all spans that came."""
+        return spans_in(self.requests)
+
+    def __enter__(self) -> GrpcCollector:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(None).wait(10)
+
+
+def spans_in(requests: list[ExportTraceServiceRequest]) -> list[Any]:
+    """Return the spans of all requests, in order."""
+    return [
+        span
+        for request in list(requests)
+        for resource in request.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]

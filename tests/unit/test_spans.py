@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from support.otlp import Collector
+from support.otlp import Collector, GrpcCollector
 from unit.test_shared_state import make_update
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.state import Phase, ServerState
@@ -150,6 +150,21 @@ def test_a_collector_on_a_socket_gets_them_as_the_environment_says(
     assert {headers["x-tenant"] for headers in collector.headers} == {"rl"}
     resource = collector.requests[0].resource_spans[0].resource
     assert {a.key: a.value.string_value for a in resource.attributes}["service.name"] == "policy-server"
+
+
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_grpc_is_the_default_and_an_address_alone_is_one_without_tls(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's --otlp-traces-endpoint may be either."""
+    for name in ("OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"):
+        monkeypatch.delenv(name, raising=False)
+    with GrpcCollector() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{scheme}{collector.address}")
+        writer = SpanWriter()
+        writer.tell(committed())
+        assert writer.flush(60)
+        assert len(collector.spans()) == 1 + len(PHASES)
 
 
 def test_a_collector_that_is_away_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
