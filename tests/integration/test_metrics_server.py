@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from integration.conftest import TOKEN, Checkpoints
 from integration.test_security import failed
 from support.prometheus import Samples, scrape, value
+from support.promql import evaluate, queries, unresolved
 from support.server import ServerProcess
 from weightpush_client import WeightPusher
 from weightpush_server.observe import series
@@ -103,3 +105,24 @@ def test_every_path_of_the_page_has_every_series(server: ServerProcess) -> None:
     families = [re.findall(r"^# TYPE (\S+)", page.text, re.MULTILINE) for page in pages]
     assert families[0] == families[1]
     assert len(set(families[0])) == len(families[0])
+
+
+def test_every_query_of_dashboard_and_rules_resolves_on_a_live_server(
+    server: ServerProcess, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Its pages over two pushes, a failure and a repair are what Prometheus would have read, a minute apart."""
+    pages = [scrape(server.url)]
+    push(server, checkpoints, "B", transport="gloo")
+    server.answer()
+    pages.append(scrape(server.url))
+    with failed(server, checkpoints):
+        assert server.complete().status_code == 503
+        pages.append(scrape(server.url))
+    push(server, checkpoints, "B", transport="http")
+    push(server, checkpoints, "A", transport="http", mode="staged")
+    pages.append(scrape(server.url))
+    problems = {where: bad for where, query in queries() if (bad := unresolved(query, pages[-1]))}
+    assert not problems
+    shown = {where: query for where, query in queries() if not where.startswith("rule ")}
+    found = evaluate(list(shown.values()), pages, tmp_path)
+    assert [where for where, query in shown.items() if not found[query]] == []

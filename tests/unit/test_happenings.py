@@ -179,11 +179,13 @@ def test_an_id_that_comes_again_is_another_update() -> None:
 # Lines
 
 
-def test_each_phase_is_one_line_with_the_id_of_its_update(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_phase_is_one_line_with_the_id_of_its_update(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = Server()
     happened = server.begin() + server.enter(Phase.DRAINING) + server.change(lambda control: control.close_gate())
     happened += server.change(lambda control: control.commit(fingerprint="f"))
-    logging.getLogger("vllm").propagate = True
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="vllm.weightpush"):
         for happening in happened:
             lines.write(happening)
@@ -274,7 +276,7 @@ def test_watching_never_fails_an_update(
         tmp_path / "state", workers=1, control=ControlRecord(instance_id="i", weight_version="v0")
     )
     shared.listener = Listener()
-    logging.getLogger("vllm").propagate = True
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
     def broken(*_: object) -> None:
         raise RuntimeError("broken")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from weightpush_server.log import logger
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _NS: Final = 1_000_000_000
-#: How long the end of a process may wait for a collector, in milliseconds.
-_FLUSH_MS: Final = 2000
+#: How long the end of a process may wait for a collector, in seconds.
+_FLUSH_S: Final = 2.0
+#: Updates whose spans wait for a slow collector; later ones get none until it has caught up.
+_MOST_WAITING: Final = 100
 
 Attributes = dict[str, str | int | float | bool]
 
@@ -123,36 +126,45 @@ class SpanWriter:
     def __init__(self, exporter: SpanExporter | None = None) -> None:
         """``exporter``: used instead of the one that the environment names."""
         self._exporter = exporter
-        self._provider: TracerProvider | None = None
         self._gave_up = False
-        self._thread: ThreadPoolExecutor | None = None
+        self._waiting: SimpleQueue[UpdateEnded | threading.Event] = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def tell(self, happening: Happening) -> None:
         """Send the spans of an update if this is its end and somebody wants them. Returns at once."""
-        if not isinstance(happening, UpdateEnded) or self._gave_up:
+        if not isinstance(happening, UpdateEnded) or self._gave_up or self._waiting.qsize() >= _MOST_WAITING:
             return
         if self._exporter is None and endpoint_of(os.environ) is None:
             return
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightpush-spans")
-        self._thread.submit(self._send, happening)
+            # A daemon: a collector that does not answer must not hold up the end of the process.
+            self._thread = threading.Thread(target=self._run, name="weightpush-spans", daemon=True)
+            self._thread.start()
+            atexit.register(self.flush)
+        self._waiting.put(happening)
 
-    def flush(self) -> None:
-        """Wait, for a moment, until all spans are sent."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
-            self._thread = None
-        if self._provider is not None:
-            self._provider.force_flush(_FLUSH_MS)
+    def flush(self, timeout_s: float = _FLUSH_S) -> bool:
+        """Wait until all spans are sent, or given up; ``False`` if that takes longer than ``timeout_s``."""
+        if self._thread is None:
+            return True
+        sent = threading.Event()
+        self._waiting.put(sent)
+        return sent.wait(timeout_s)
 
-    def _send(self, end: UpdateEnded) -> None:
-        try:
-            if self._provider is None:
-                self._provider = self._make_provider()
-            _emit(self._provider, span_of(end))
-        except Exception as error:  # noqa: BLE001 - nobody waits for this thread, and an update must not fail for a span
-            self._gave_up = True
-            logger.warning("no OpenTelemetry spans are sent from here on: %s: %s", type(error).__name__, error)
+    def _run(self) -> None:
+        provider: TracerProvider | None = None
+        while True:
+            item = self._waiting.get()
+            if isinstance(item, threading.Event):
+                item.set()
+            elif not self._gave_up:
+                try:
+                    provider = provider or self._make_provider()
+                    _emit(provider, span_of(item))
+                    provider.force_flush()  # All spans of an update in one request, and none of them waits.
+                except Exception as error:  # noqa: BLE001 - an update must not fail for a span, and nobody waits here
+                    self._gave_up = True
+                    logger.warning("no OpenTelemetry spans are sent: %s: %s", type(error).__name__, error)
 
     def _make_provider(self) -> TracerProvider:
         from opentelemetry.sdk.resources import Resource
@@ -164,7 +176,6 @@ class SpanWriter:
         # One of our own: the global one is the application's, and vLLM's where it traces requests.
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(self._exporter or make_exporter(os.environ)))
-        atexit.register(self.flush)
         return provider
 
 
