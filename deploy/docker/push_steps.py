@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -41,15 +41,20 @@ def count(steps: int) -> Iterator[int]:
         yield step
 
 
-def main() -> None:
-    """Push until it is enough."""
+def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options in ``words``, or on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--url", action="append", required=True, help="a server; repeat it for several")
     parser.add_argument("--token-file", type=Path)
     parser.add_argument("--steps", type=int, default=0, help="0: without end")
     parser.add_argument("--pause", type=float, default=10.0, metavar="SECONDS", help="between two steps")
-    options = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Push until it is enough."""
+    options = read_options()
     weights = read(options.checkpoint)
     with WeightPusher(options.url, token_file=options.token_file, on_server_failure="exclude") as pusher:
         for step in count(options.steps):

@@ -8,11 +8,14 @@ COPY requirements/cpu.txt requirements/cpu.txt
 # In the order of the Makefile: torch first and with its dependencies, then what is pinned without any.
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' requirements/cpu.txt)" \
     && pip install --no-cache-dir --no-deps -r requirements/cpu.txt
-# What vLLM's kernels and torch's compiler look for at run time.
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ libnuma1 libtcmalloc-minimal4 \
+# For vLLM's kernels, and for torch's compiler.
+RUN apt-get update && apt-get install --yes --no-install-recommends libnuma1 g++ \
     && rm -rf /var/lib/apt/lists/*
 COPY . .
-RUN pip install --no-cache-dir --no-deps --no-build-isolation . && useradd --uid 10001 --user-group --create-home weightpush
+RUN pip install --no-cache-dir --no-deps --no-build-isolation . \
+    && useradd --uid 10001 --user-group --create-home weightpush \
+    # A volume that is mounted here for the first time belongs to whom this belongs.
+    && install --directory --owner 10001 --group 10001 /models
 # vLLM on a CPU takes nearly all memory for its KV cache unless it is told how much, in GiB.
 ENV HOME=/home/weightpush VLLM_CPU_KVCACHE_SPACE=4
 USER 10001:10001

@@ -58,6 +58,7 @@ class ServerProcess:
         host: str = "127.0.0.1",
         executor: str | None = "uni",
         ca_file: Path | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.port = free_port()
@@ -70,7 +71,8 @@ class ServerProcess:
             self.how["verify"] = ssl.create_default_context(cafile=str(ca_file))
         self.log = folder / f"server-{self.port}.log"
         self.fault_file = folder / f"faults-{self.port}.json"
-        self._command = [sys.executable, "-m", "weightpush_client", "serve", str(model)]
+        # A program that starts it in other circumstances.
+        self._command = [*prefix, sys.executable, "-m", "weightpush_client", "serve", str(model)]
         self._command += ["--host", host, "--port", str(self.port), *CHEAP_ARGUMENTS]
         if executor is not None:
             self._command += ["--distributed-executor-backend", executor]
