@@ -81,6 +81,7 @@ RULES: Final = (
     # servers: their options are parsed by the server's own parser in tests/unit/test_documented.py
     Rule(r"weightpush serve --help", HERE),
     Rule(r"weightpush serve .*--restart-on-failure", "tests/integration/test_processes.py", "--restart-on-failure"),
+    Rule(r"weightpush serve .*--fleet-origin", "tests/integration/test_page_server.py", "--fleet-origin"),
     Rule(r"weightpush serve .*--await-weights", "tests/integration/test_processes.py", "--await-weights"),
     Rule(r"weightpush serve ", HERE),
     # TLS wants certificates
@@ -92,6 +93,11 @@ RULES: Final = (
     Rule(r"python -m benchmarks\.(simulate_fleet --docs|scale\.measure)", reason="it writes into the repository"),
     Rule(r"python -m benchmarks\.simulate_fleet", HERE),
     Rule(r"ray (up|down|dashboard|job)\b", reason="it needs a cloud, or a cluster with a job server"),
+    Rule(r"docker (build|compose)\b", reason="there is no Docker here; test_deploy_files.py checks its files"),
+    Rule(r"kubectl kustomize", "tests/unit/test_deploy_files.py", "kustomize"),
+    Rule(r"kubectl apply", reason="it needs a cluster; test_deploy_files.py checks its files"),
+    Rule(r"(useradd|install|systemctl) ", reason="it changes the machine; test_deploy_files.py checks its files"),
+    Rule(r"openssl rand -hex 24 > ", reason="it writes a token; test_deploy_files.py makes one of its own"),
     Rule(r"export WEIGHTPUSH_CONTROL_TOKEN=\$\(openssl", HERE),
     Rule(r"curl ", HERE),
     Rule(r"H=\"Authorization: ", HERE),
