@@ -105,6 +105,10 @@ def test_an_update_is_followed_to_its_end(browser: Browser, start: Start) -> Non
         widths = [float(width.removesuffix("%")) for _, width in pieces]
         assert widths[0] == pytest.approx(3 * widths[1], rel=0.01)
         assert page.value("document.title").startswith("serving step-41")
+        # Ages go on in the nodes that are there: a reader may have selected something.
+        page.value("document.querySelector('.updates li').marked = true")
+        page.wait("/^[2-9] s ago$/.test(document.querySelector('.updates [data-when]').textContent)")
+        assert page.value("document.querySelector('.updates li').marked") is True
         # Without anything being asked for again and again.
         paths = [path for _, path, _ in server.requests]
         assert paths.count("/reload/events") == 1

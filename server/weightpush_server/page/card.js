@@ -216,8 +216,8 @@ class Card {
     this.updates.node.hidden = updates === null;
     if (updates === null) return;
     put(this.updates.count, updates.length ? String(updates.length) : "");
-    // Again every ten seconds, for their ages.
-    this.redraw("updates", [updates, Math.floor(Date.now() / 10000)], this.updates.body, () => updatesList(updates, this.server.now()));
+    this.redraw("updates", updates, this.updates.body, () => updatesList(updates, this.server.now()));
+    showAges(this.updates.body, this.server.now());
   }
 
   showWorkers(workers) {

@@ -47,13 +47,19 @@ function updateItem(update, scale, now) {
   const how = error
     ? `failed: ${wordsOf(error.code)}, while ${wordsOf(error.phase)}`
     : `${secondsText(update.seconds)}, not serving for ${secondsText(update.pause_seconds)}`;
-  item.append(make("div", "split", what, make("span", "numbers", agoText(update.finished_at, now))));
+  const age = make("span", "numbers", agoText(update.finished_at, now));
+  age.dataset.when = textOf(update.finished_at);
+  item.append(make("div", "split", what, age));
   item.append(barOf(update, scale));
   const facts = [KINDS[update.kind] ?? textOf(update.kind), textOf(update.mode), textOf(update.transport)];
   const size = `${countText(update.tensors, "tensor")}, ${bytesText(update.bytes)}`;
   item.append(make("div", "split numbers", make("span", "", how), make("span", "", `${facts.join(" · ")} · ${size}`)));
   if (error) item.append(make("div", "numbers", textOf(error.message)));
   return item;
+}
+
+function showAges(list, now) {
+  for (const age of list.querySelectorAll("[data-when]")) put(age, agoText(age.dataset.when, now));
 }
 
 function updatesList(updates, now) {
