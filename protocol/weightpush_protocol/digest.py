@@ -38,6 +38,7 @@ from typing import Final
 import torch
 import xxhash
 
+from weightpush_protocol.digest_text import texts
 from weightpush_protocol.dtypes import dtype_name
 
 CHUNK_BYTES: Final = 128 * 1024
@@ -77,6 +78,15 @@ def bucket_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> l
     Each is what :func:`tensor_digest` says of these bytes; all together take far fewer calls of torch.
 
     Raises:
+        ValueError: as :func:`raw_digests`.
+    """
+    return texts(raw_digests(buffer, places))
+
+
+def raw_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> bytes:
+    """Return what :func:`bucket_digests` returns as bytes, eight for each digest.
+
+    Raises:
         ValueError: ``buffer`` is something else, or a place lies beyond its end.
     """
     if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
@@ -87,9 +97,18 @@ def bucket_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> l
     _check_byte_order()
     with torch.no_grad():
         if buffer.device.type != "cpu":
-            return _device_digests([buffer[offset : offset + nbytes] for offset, nbytes in places])
+            digests = _device_digests([buffer[offset : offset + nbytes] for offset, nbytes in places])
+            return bytes.fromhex("".join(digests))
         memory = _memory(buffer.detach())
-        return [_host_digest(memory[offset : offset + nbytes]) for offset, nbytes in places]
+    hash_of = xxhash.xxh3_64_digest
+    return b"".join(
+        [
+            hash_of(memory[offset : offset + nbytes])
+            if nbytes <= CHUNK_BYTES
+            else hash_of(_host_hashes(memory[offset : offset + nbytes]), seed=nbytes)
+            for offset, nbytes in places
+        ]
+    )
 
 
 def _check_byte_order() -> None:

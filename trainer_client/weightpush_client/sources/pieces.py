@@ -93,6 +93,15 @@ class PieceSource:
         self._open = ExitStack()
 
     @property
+    def groups(self) -> Sequence[Group]:
+        """What is gathered."""
+        return self._groups
+
+    def leaf(self, name: str) -> str | None:
+        """Return the gathered tensor that ``name`` is exactly; None for one that is computed."""
+        return self._nodes[name].leaf
+
+    @property
     def device(self) -> torch.device:
         """Device of the largest gathered tensor."""
         largest: tuple[int, torch.device] = (-1, torch.device("cpu"))

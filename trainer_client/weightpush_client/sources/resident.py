@@ -1,0 +1,144 @@
+"""Sources whose tensors lie whole in the trainer's own memory, push after push, in the same way.
+
+What a trainer pushes changes in its bytes only. So what a source looks like is kept from one push to the next, and no
+tensor with it: a `Skeleton`. The next push holds what it is given against it, which takes half a microsecond a tensor
+instead of fifty, and gets a source that knows where every tensor lies before it is read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from weightpush_client.sources.base import memory_of
+from weightpush_client.sources.groups import WholeTensor
+from weightpush_client.sources.pieces import PieceSource
+from weightpush_protocol.manifest import TensorSpec
+
+_CPU = torch.device("cpu")
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
+
+class Place(NamedTuple):
+    """A tensor as a view of a leaf, one of the tensors that the trainer gave: ``offset`` counts from its first element.
+
+    ``whole``: it is that leaf itself.
+    """
+
+    leaf: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Skeleton:
+    """What a source looks like, without its tensors.
+
+    Attributes:
+        specs: of what it yields, in order; ``places``: where each lies, by name.
+        model: the module that it is of, or None where it is of a mapping or of pairs.
+        names, shapes, strides, dtypes: of the leaves.
+    """
+
+    specs: Sequence[TensorSpec]
+    places: Mapping[str, Place]
+    model: weakref.ref[nn.Module] | None
+    names: Sequence[str]
+    shapes: Sequence[torch.Size]
+    strides: Sequence[tuple[int, ...]]
+    dtypes: Sequence[torch.dtype]
+
+    @classmethod
+    def of(cls, source: PieceSource, leaves: Mapping[str, torch.Tensor], model: nn.Module | None) -> Skeleton | None:
+        """Return the skeleton of ``source``, which was made of ``leaves``; None where not all of it lies in them."""
+        if not all(isinstance(group, WholeTensor) for group in source.groups):
+            return None
+        if not _are_plain(leaves.values()):
+            return None
+        numbers = {name: number for number, name in enumerate(leaves)}
+        tensors = list(leaves.values())
+        storages: dict[tuple[int, torch.dtype], int] = {}
+        for number, tensor in enumerate(tensors):
+            storages.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), number)
+        specs, places = source.specs(), {}
+        for name, tensor in source.tensors([spec.name for spec in specs]):
+            found = numbers.get(source.leaf(name) or "")
+            if found is None and tensor.numel() and not tensor.is_neg():
+                found = storages.get((tensor.untyped_storage().data_ptr(), tensor.dtype))
+            if found is None:
+                source.close()
+                return None  # It is computed.
+            leaf = tensors[found]
+            whole = (tensor.shape, tensor.stride(), tensor.data_ptr()) == (leaf.shape, leaf.stride(), leaf.data_ptr())
+            offset = int(tensor.storage_offset()) - int(leaf.storage_offset())
+            places[name] = Place(found, offset, tuple(tensor.shape), tensor.stride(), whole)
+        return cls(
+            specs,
+            places,
+            None if model is None else weakref.ref(model),
+            list(leaves),
+            [tensor.shape for tensor in tensors],
+            [tensor.stride() for tensor in tensors],
+            [tensor.dtype for tensor in tensors],
+        )
+
+    def fits(self, leaves: Mapping[str, torch.Tensor]) -> bool:
+        """Whether ``leaves`` are in everything but their bytes, and where these lie, those that it was made of."""
+        tensors = leaves.values()
+        return (
+            list(leaves) == self.names
+            and _are_plain(tensors)
+            and [tensor.shape for tensor in tensors] == self.shapes
+            and [tensor.stride() for tensor in tensors] == self.strides
+            and [tensor.dtype for tensor in tensors] == self.dtypes
+        )
+
+
+def _are_plain(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether all are ordinary, dense tensors on the CPU, of a kind whose views show the bytes of their memory."""
+    return (
+        set(map(type, tensors)) <= _PLAIN
+        and all([tensor.is_cpu for tensor in tensors])
+        and all([tensor.layout is torch.strided for tensor in tensors])
+        and not any([tensor.is_neg() for tensor in tensors])
+    )
+
+
+class ResidentSource:
+    """A source of which everything is known: ``leaves`` are in the order of the ``skeleton`` that they fit."""
+
+    ranks = 1
+    device = _CPU
+
+    def __init__(self, skeleton: Skeleton, leaves: Sequence[torch.Tensor]) -> None:
+        self.skeleton = skeleton
+        self.leaves = leaves
+
+    def specs(self) -> list[TensorSpec]:
+        """Return name, dtype and shape of every tensor."""
+        return list(self.skeleton.specs)
+
+    def identity(self, name: str) -> Hashable | None:
+        """Return the memory that the tensor views, where it is one of the leaves."""
+        place = self.skeleton.places[name]
+        return memory_of(self.leaves[place.leaf]) if place.whole else None
+
+    def tensors(
+        self, names: Sequence[str], sent: Mapping[str, torch.dtype] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of ``names`` where they lie."""
+        for name in names:
+            place = self.skeleton.places[name]
+            leaf = self.leaves[place.leaf].detach()
+            start = int(leaf.storage_offset()) + place.offset
+            yield name, leaf if place.whole else leaf.as_strided(place.shape, place.stride, start)
+
+    def close(self) -> None:
+        """Do nothing: it holds what the trainer holds."""
