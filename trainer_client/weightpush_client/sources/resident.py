@@ -17,7 +17,7 @@ from torch import nn
 
 from weightpush_client.sources.base import memory_of
 from weightpush_client.sources.groups import WholeTensor
-from weightpush_client.sources.pieces import PieceSource
+from weightpush_client.sources.pieces import Node, PieceSource
 from weightpush_protocol.manifest import TensorSpec
 
 _CPU = torch.device("cpu")
@@ -64,21 +64,13 @@ class Skeleton:
             return None
         numbers = {name: number for number, name in enumerate(leaves)}
         tensors = list(leaves.values())
-        storages: dict[tuple[int, torch.dtype], int] = {}
-        for number, tensor in enumerate(tensors):
-            storages.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), number)
         specs, places = source.specs(), {}
         for name, tensor in source.tensors([spec.name for spec in specs]):
-            found = numbers.get(source.leaf(name) or "")
-            if found is None and tensor.numel() and not tensor.is_neg():
-                found = storages.get((tensor.untyped_storage().data_ptr(), tensor.dtype))
-            if found is None:
+            place = _place(source.node(name), tensor, numbers, tensors)
+            if place is None:
                 source.close()
-                return None  # It is computed.
-            leaf = tensors[found]
-            whole = (tensor.shape, tensor.stride(), tensor.data_ptr()) == (leaf.shape, leaf.stride(), leaf.data_ptr())
-            offset = int(tensor.storage_offset()) - int(leaf.storage_offset())
-            places[name] = Place(found, offset, tuple(tensor.shape), tensor.stride(), whole)
+                return None
+            places[name] = place
         return cls(
             specs,
             places,
@@ -99,6 +91,28 @@ class Skeleton:
             and [tensor.stride() for tensor in tensors] == self.strides
             and [tensor.dtype for tensor in tensors] == self.dtypes
         )
+
+
+def _place(
+    node: Node, tensor: torch.Tensor, numbers: Mapping[str, int], leaves: Sequence[torch.Tensor]
+) -> Place | None:
+    """Return where ``tensor``, which was made as ``node`` says, lies in ``leaves``; None where it is computed."""
+    if node.leaf is not None:
+        number = numbers[node.leaf]
+        return Place(number, 0, tuple(tensor.shape), tensor.stride(), True)
+    view = node.view
+    if view is None or not (leaf := leaves[numbers[view.leaf]]).is_contiguous():
+        return None
+    found = leaf.detach().as_strided(view.shape, view.stride, int(leaf.storage_offset()) + view.offset)
+    # How it is made was seen on tensors without data. So it is looked at once on data, too.
+    if found.shape != tensor.shape or found.dtype is not tensor.dtype or not _same_bytes(found, tensor):
+        return None
+    return Place(numbers[view.leaf], view.offset, view.shape, view.stride, False)
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.dtype.itemsize]
+    return torch.equal(one.view(width), other.view(width))
 
 
 def _are_plain(tensors: Collection[torch.Tensor]) -> bool:
