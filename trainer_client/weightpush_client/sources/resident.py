@@ -8,7 +8,7 @@ instead of fifty, and gets a source that knows where every tensor lies before it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ class Skeleton:
         """Return the skeleton of ``source``, which was made of ``leaves``; None where not all of it lies in them."""
         if not all(isinstance(group, WholeTensor) for group in source.groups):
             return None
-        if not _are_plain(leaves.values()):
+        if not all(map(_is_plain, leaves.values())):
             return None
         numbers = {name: number for number, name in enumerate(leaves)}
         tensors = list(leaves.values())
@@ -83,14 +83,22 @@ class Skeleton:
 
     def fits(self, leaves: Mapping[str, torch.Tensor]) -> bool:
         """Whether ``leaves`` are in everything but their bytes, and where these lie, those that it was made of."""
-        tensors = leaves.values()
-        return (
-            list(leaves) == self.names
-            and _are_plain(tensors)
-            and [tensor.shape for tensor in tensors] == self.shapes
-            and [tensor.stride() for tensor in tensors] == self.strides
-            and [tensor.dtype for tensor in tensors] == self.dtypes
-        )
+        if list(leaves) != self.names:
+            return False
+        kinds, strided = _PLAIN, torch.strided
+        # In one pass: with thousands of tensors each pass has to fetch them from memory again.
+        for tensor, shape, stride, dtype in zip(leaves.values(), self.shapes, self.strides, self.dtypes, strict=True):
+            if (
+                type(tensor) not in kinds
+                or not tensor.is_cpu
+                or tensor.layout is not strided
+                or tensor.shape != shape
+                or tensor.dtype is not dtype
+                or tensor.stride() != stride
+                or tensor.is_neg()
+            ):
+                return False
+        return True
 
 
 def _place(
@@ -115,14 +123,9 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(width), other.view(width))
 
 
-def _are_plain(tensors: Collection[torch.Tensor]) -> bool:
-    """Whether all are ordinary, dense tensors on the CPU, of a kind whose views show the bytes of their memory."""
-    return (
-        set(map(type, tensors)) <= _PLAIN
-        and all([tensor.is_cpu for tensor in tensors])
-        and all([tensor.layout is torch.strided for tensor in tensors])
-        and not any([tensor.is_neg() for tensor in tensors])
-    )
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is an ordinary, dense tensor on the CPU, of a kind whose views show the bytes of their memory."""
+    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg()
 
 
 class ResidentSource:
