@@ -13,6 +13,7 @@ from weightpush_protocol.transports.base import TransportName, check_available
 from weightpush_protocol.transports.cuda_memory import gpu_id
 from weightpush_protocol.transports.shared_memory import host_id
 from weightpush_server.config import ServerConfig
+from weightpush_server.expected import ExpectedCheckpoint
 from weightpush_server.guard import TaintedGuard
 from weightpush_server.hostcopy import HostBudget, HostCopies, HostCopy
 from weightpush_server.known_manifests import KnownManifests
@@ -73,6 +74,7 @@ class WorkerState:
         #: The ``begin`` that was checked last, with its epoch.
         self.checked: tuple[int, BeginRequest] | None = None
         self.manifests = KnownManifests()
+        self._expected = ExpectedCheckpoint()
         self.update: WorkerUpdate | None = None
         self.served: ServedModel | None = None
         #: Copies in host memory; one worker keeps them for its server.
@@ -111,6 +113,23 @@ class WorkerState:
                 self.model, layout, vllm_config=self.worker.vllm_config, device=torch.device(self.device)
             )
         return self._planner
+
+    def expected(self) -> str:
+        """Return the checkpoint that this model expects, a ``ManifestAnswer`` as JSON; publish its digest.
+
+        Raises:
+            WeightPushError: ``layout_unknown``.
+        """
+        text = self._expected.describe(self.layout(), self.planner().tied())
+        if self.progress.record.expects != self._expected.digest:
+            self.progress.update(expects=self._expected.digest)
+        return text
+
+    def publish_expected(self) -> None:
+        """Say in the shared record which checkpoint this model expects, where it expects another one than before."""
+        layout = find_layout(self.model)
+        if layout is not None and layout.checkpoint is not None and not self._expected.is_known(layout):
+            self.expected()
 
     def publish_reloadable(self) -> None:
         """Say in the shared record whether this model can take updates, and why not."""
