@@ -40,7 +40,10 @@ def write_digests(frame: torch.Tensor, nbytes: int, digests: bytes) -> None:
 
 def read_digests(frame: torch.Tensor, nbytes: int, tensors: int) -> bytes:
     """Return what :func:`write_digests` wrote for a bucket of ``nbytes`` bytes with so many ``tensors``."""
-    return frame[_start(nbytes) : frame_bytes(nbytes, tensors)].cpu().numpy().tobytes()
+    raw = bytearray(DIGEST_BYTES * tensors)
+    if raw:
+        torch.frombuffer(raw, dtype=torch.uint8).copy_(frame[_start(nbytes) : frame_bytes(nbytes, tensors)])
+    return bytes(raw)
 
 
 def _start(nbytes: int) -> int:
