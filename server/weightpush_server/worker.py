@@ -268,13 +268,16 @@ class WeightPushWorkerExtension:
         state.progress.update(weight_version=weight_version)
         state.publish_expected()
         state.taint(False)
-        state.drop_update()
+        state.retire_update()
         return {}
 
     @_rpc
     def weightpush_settle(self) -> dict[str, Any]:
-        """Keep the copy of what was committed last, in its place among the copies."""
-        _state(self).settle_copies()
+        """Free what the last update held, and keep the copy of what was committed, in its place among the copies."""
+        state = _state(self)
+        if state.update is None:
+            state.drop_update()
+        state.settle_copies()
         return {}
 
     @_rpc
@@ -300,7 +303,7 @@ class WeightPushWorkerExtension:
             state.needs_all = True
             state.taint(True)
             state.progress.update(weight_version=control.weight_version)
-        if state.update is not None and state.update.epoch == epoch:
+        if state.update is None or state.update.epoch == epoch:
             state.drop_update()
         state.settle_copies()
         if state.copies is not None:

@@ -76,6 +76,8 @@ class WorkerState:
         self.manifests = KnownManifests()
         self._expected = ExpectedCheckpoint()
         self.update: WorkerUpdate | None = None
+        #: Committed; it only holds memory, which takes longer to give back than the commit itself.
+        self._retired: WorkerUpdate | None = None
         self.served: ServedModel | None = None
         #: Copies in host memory; one worker keeps them for its server.
         self.copies: HostCopies | None = None
@@ -147,6 +149,8 @@ class WorkerState:
         if epoch < self.epoch:
             raise self._stale(epoch)
         self.epoch = epoch
+        if self._retired is not None:
+            self.drop_update()
         self.check_quiet()  # Planning puts stand-ins in the model's place; a late landing must not meet them.
         self.settle_copies()
 
@@ -185,12 +189,16 @@ class WorkerState:
                 restores=restores,
             )
 
+    def retire_update(self) -> None:
+        """Let the update that was committed be over; ``drop_update`` frees what it holds."""
+        self._retired, self.update = self.update, None
+
     def drop_update(self) -> None:
-        if self.update is not None:
-            unfinished = self.update.stop()
+        for update in (self.update, self._retired):
+            unfinished = update.stop() if update is not None else None
             if unfinished is not None:
                 self._unfinished.append(unfinished)
-            self.update = None
+        self.update = self._retired = None
 
     def keep_start(self) -> None:
         """Keep the copy that the cold start made, if its weights are served."""

@@ -16,7 +16,6 @@ import torch
 
 from weightpush_protocol.digest_text import DIGEST_BYTES
 from weightpush_protocol.manifest import BucketSpec
-from weightpush_protocol.memory import bytes_under
 
 
 def frame_bytes(nbytes: int, tensors: int) -> int:
@@ -41,8 +40,10 @@ def write_digests(frame: torch.Tensor, nbytes: int, digests: bytes) -> None:
 
 def read_digests(frame: torch.Tensor, nbytes: int, tensors: int) -> bytes:
     """Return what :func:`write_digests` wrote for a bucket of ``nbytes`` bytes with so many ``tensors``."""
-    digests = frame[_start(nbytes) : frame_bytes(nbytes, tensors)].cpu()
-    return bytes(bytes_under(digests))
+    raw = bytearray(DIGEST_BYTES * tensors)
+    if raw:
+        torch.frombuffer(raw, dtype=torch.uint8).copy_(frame[_start(nbytes) : frame_bytes(nbytes, tensors)])
+    return bytes(raw)
 
 
 def _start(nbytes: int) -> int:
