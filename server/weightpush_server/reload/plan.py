@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from weightpush_server.reload.layout import ModelLayout
 from weightpush_server.reload.program import Kind, Program, Step, View
 from weightpush_server.reload.standins import stand_ins
 from weightpush_server.reload.trace import AsksForValues, Recorded, Sources, Trace, watch
+
+if TYPE_CHECKING:
+    from weightpush_server.reload.modulewise import Unit
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,8 @@ class Plan:
     #: The answer of :meth:`remembered`, with what it is about.
     _answer: list[tuple[Sequence[TensorSpec], object, str]] = field(default_factory=list, compare=False)
 
+    #: The answer of :meth:`units`.
+    _units: list[tuple[Unit, ...]] = field(default_factory=list, compare=False)
     #: Answers of :meth:`copies_all`.
     _copies_all: dict[int, tuple[ByteRanges, bool]] = field(default_factory=dict, compare=False)
     #: Batches of :meth:`batch`, by bucket, which are kept with them.
@@ -93,6 +98,12 @@ class Plan:
         if isinstance(specs, tuple):
             self._answer[:] = [(specs, key, answer)]
         return answer
+
+    def units(self, work_out: Callable[[], tuple[Unit, ...]]) -> tuple[Unit, ...]:
+        """Return which modules can be closed one by one, as ``work_out`` says the first time."""
+        if not self._units:
+            self._units.append(work_out())
+        return self._units[0]
 
     def copies_all(self, index: int, required: ByteRanges) -> bool:
         """Whether programs write every byte of group ``index`` that is ``required``; worked out once."""
