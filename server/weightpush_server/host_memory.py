@@ -8,12 +8,20 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Final
 
-#: One arena for all threads: what post-load processing frees on the thread that lands, the main thread had taken, and
-#: each arena would keep its own. And huge pages for large tensors: fresh memory costs a fault for 2 MiB, not for 4 KiB.
-_SETTINGS: Final = {"MALLOC_ARENA_MAX": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+_SETTINGS: Final = {
+    # What post-load processing frees on the thread that lands, the main thread had taken: arenas of their own would
+    # each keep their share.
+    "MALLOC_ARENA_MAX": "1",
+    # Blocks of up to 32 MiB, the most that can be set, come from the heap and go back there, to be taken by the next
+    # module with their pages in place; the heap keeps at most 256 MiB so, and none when a push is over.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+    # torch asks for huge pages for large tensors: fresh memory costs a fault for 2 MiB, not for 4 KiB.
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
 
 
-def prefer_large_pages(environment: MutableMapping[str, str]) -> None:
+def keep_pages(environment: MutableMapping[str, str]) -> None:
     """Put the settings into ``environment``; what the user has set stays as it is."""
     for name, value in _SETTINGS.items():
         environment.setdefault(name, value)

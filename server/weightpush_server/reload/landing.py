@@ -26,7 +26,7 @@ from weightpush_server.reload.batch import Batch, Entries
 from weightpush_server.reload.contexts import loading_context, unproven
 from weightpush_server.reload.coverage import ByteRanges, WriteLog, WriteRecorder
 from weightpush_server.reload.layout import ModelLayout
-from weightpush_server.reload.modulewise import ModuleCloser, Unit
+from weightpush_server.reload.modulewise import ModuleCloser, Units
 from weightpush_server.reload.opening import Opened, find_places, unwritten
 from weightpush_server.reload.plan import Plan
 from weightpush_server.reload.program import Replayer, strided
@@ -53,7 +53,7 @@ class ReloadSession:
         poisoned: bool,
         partial: bool = False,
         plan: Plan | None = None,
-        units: Iterable[Unit] = (),
+        units: Units | None = None,
     ) -> None:
         assert plan is not None or layout.checkpoint is not None
         self.model = model
@@ -68,7 +68,9 @@ class ReloadSession:
         self._expected = plan.specs if plan is not None else {spec.name: spec for spec in layout.checkpoint or ()}
         self._replayer = Replayer(lambda index: opened.take(layout.groups[index]))
         #: Processes modules whose weights have all landed, where that need not wait for the others.
-        self.closer = ModuleCloser(layout, opened, units, forget=self._replayer.forget, check=self._check_poison)
+        self.closer = ModuleCloser(
+            layout, opened, units or Units(), forget=self._replayer.forget, check=self._check_poison
+        )
         self._landed: set[str] = set()
         self._writes = WriteLog()
         self._head_digest: str | None = None

@@ -8,7 +8,7 @@ start's, so this is done only where it can be told that the order does not matte
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from weightpush_server.reload.contexts import telling_of_processing, unproven
 from weightpush_server.reload.journal import owners_below
 from weightpush_server.reload.layout import ModelLayout, StorageGroup
 from weightpush_server.reload.opening import Opened, find_place
-from weightpush_server.reload.plan import Plan
+from weightpush_server.reload.plan import KEPT_BATCHES, Plan
 
 #: Methods whose processing looks at nothing but the module that it is given, in vLLM 0.32 and 0.33. Exactly these
 #: classes: a subclass may do anything.
@@ -39,18 +39,44 @@ class Unit:
         path: the module's name.
         module: it has the quantization method.
         groups: indices of the storage groups that are its weights, and nobody else's.
-        names: the tensors of the manifest that write them.
+        tensors: how many tensors of the manifest write them.
         owners: ``id`` of the objects of the journal that its processing changes.
     """
 
     path: str
     module: nn.Module
     groups: tuple[int, ...]
-    names: frozenset[str]
+    tensors: int
     owners: frozenset[int]
 
 
-def find_units(layout: ModelLayout, plan: Plan) -> tuple[Unit, ...]:
+class Units:
+    """All units of a plan, in the model's order, and what they wait for."""
+
+    def __init__(self, units: Iterable[Unit] = (), waits_for: Iterable[Iterable[str]] = ()) -> None:
+        self.all = tuple(units)
+        self._of_name: defaultdict[str, list[int]] = defaultdict(list)
+        for index, names in enumerate(waits_for):
+            for name in names:
+                self._of_name[name].append(index)
+        #: Answers of :meth:`brought_by` for buckets, whose names are the same objects at each push.
+        self._brought: dict[int, tuple[frozenset[str], tuple[tuple[int, int], ...]]] = {}
+
+    def brought_by(self, names: Collection[str]) -> tuple[tuple[int, int], ...]:
+        """Return the units that ``names`` write to, by index, each with the number of names that do."""
+        known = self._brought.get(id(names))
+        if known is not None and known[0] is names:
+            return known[1]
+        counts = Counter(index for name in names for index in self._of_name.get(name, ()))
+        answer = tuple(sorted(counts.items()))
+        if isinstance(names, frozenset):
+            while len(self._brought) >= KEPT_BATCHES:
+                self._brought.pop(next(iter(self._brought)))
+            self._brought[id(names)] = names, answer
+        return answer
+
+
+def find_units(layout: ModelLayout, plan: Plan) -> Units:
     """Return the modules that a complete update by ``plan`` may close one by one, in the model's order.
 
     None at all unless every method of the model is known to process its own module only, every tensor lands by copies
@@ -60,7 +86,7 @@ def find_units(layout: ModelLayout, plan: Plan) -> tuple[Unit, ...]:
     processing leaves as they are, of which nothing is to be gained.
     """
     if not _is_fit(layout, plan):
-        return ()
+        return Units()
     groups_of: defaultdict[int, list[int]] = defaultdict(list)
     unfit: set[int] = set()
     for index, group in enumerate(layout.groups):
@@ -74,7 +100,7 @@ def find_units(layout: ModelLayout, plan: Plan) -> tuple[Unit, ...]:
         for index in plan.groups_of(name):
             writers[index].add(name)
     with_methods = {id(module) for _, module, _ in layout.quant_methods}
-    units = []
+    found: list[tuple[Unit, frozenset[str]]] = []
     for path, module, _ in layout.quant_methods:
         groups = groups_of.get(id(module), [])
         below = [id(child) for child in module.modules() if child is not module]
@@ -86,9 +112,11 @@ def find_units(layout: ModelLayout, plan: Plan) -> tuple[Unit, ...]:
         ):
             continue
         names = frozenset[str]().union(*(writers[index] for index in groups))
-        units.append(Unit(path, module, tuple(groups), names, layout.journal.among(owners_below(module))))
-    shared = _shared(units)
-    return tuple(unit for unit in units if not unit.owners & shared)
+        owners = layout.journal.among(owners_below(module))
+        found.append((Unit(path, module, tuple(groups), len(names), owners), names))
+    shared = _shared(unit for unit, _ in found)
+    fit = [(unit, names) for unit, names in found if names and not unit.owners & shared]
+    return Units((unit for unit, _ in fit), (names for _, names in fit))
 
 
 def _is_fit(layout: ModelLayout, plan: Plan) -> bool:
@@ -150,7 +178,7 @@ class ModuleCloser:
         self,
         layout: ModelLayout,
         opened: Opened,
-        units: Iterable[Unit],
+        units: Units,
         *,
         forget: Callable[[Collection[int]], None],
         check: Callable[[nn.Module], None],
@@ -159,17 +187,13 @@ class ModuleCloser:
         self._opened = opened
         self._forget = forget
         self._check = check
-        self._units_of: defaultdict[str, list[Unit]] = defaultdict(list)
-        self._missing: dict[str, int] = {}
-        for unit in units:
-            self._missing[unit.path] = len(unit.names)
-            for name in unit.names:
-                self._units_of[name].append(unit)
+        self._units = units
+        self._missing = [unit.tensors for unit in units.all]
         self.closed: list[Unit] = []
         self.groups: set[int] = set()
         self.seconds = 0.0
 
-    def landed(self, names: Iterable[str]) -> None:
+    def landed(self, names: Collection[str]) -> None:
         """Note that ``names``, each of which comes once, have landed wholly; close what they complete.
 
         Call it within ``loading_context``.
@@ -177,13 +201,12 @@ class ModuleCloser:
         Raises:
             WeightPushError: PROOF_FAILED, if a module's weights are not where they landed, or its processing raised.
         """
-        for name in names:
-            for unit in self._units_of.get(name, ()):
-                self._missing[unit.path] -= 1
-                if not self._missing[unit.path]:
-                    began = time.perf_counter()
-                    self._close(unit)
-                    self.seconds += time.perf_counter() - began
+        for index, tensors in self._units.brought_by(names):
+            self._missing[index] -= tensors
+            if not self._missing[index]:
+                began = time.perf_counter()
+                self._close(self._units.all[index])
+                self.seconds += time.perf_counter() - began
 
     def _close(self, unit: Unit) -> None:
         self._prove(unit)

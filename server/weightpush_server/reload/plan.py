@@ -32,7 +32,7 @@ from weightpush_server.reload.standins import stand_ins
 from weightpush_server.reload.trace import AsksForValues, Recorded, Sources, Trace, watch
 
 if TYPE_CHECKING:
-    from weightpush_server.reload.modulewise import Unit
+    from weightpush_server.reload.modulewise import Units
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _MAX_SECONDS: Final = 20.0
 #: Manifests whose plans are kept.
 _KEPT_PLANS: Final = 4
 #: Buckets of a plan whose batches are kept: with those of a terabyte in 256 MiB none is worked out twice.
-_KEPT_BATCHES: Final = 4096
+KEPT_BATCHES: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Plan:
     _answer: list[tuple[Sequence[TensorSpec], object, str]] = field(default_factory=list, compare=False)
 
     #: The answer of :meth:`units`.
-    _units: list[tuple[Unit, ...]] = field(default_factory=list, compare=False)
+    _units: list[Units] = field(default_factory=list, compare=False)
     #: Answers of :meth:`copies_all`.
     _copies_all: dict[int, tuple[ByteRanges, bool]] = field(default_factory=dict, compare=False)
     #: Batches of :meth:`batch`, by bucket, which are kept with them.
@@ -84,7 +84,7 @@ class Plan:
         """Return how ``bucket``, which holds ``entries``, lands; worked out once for each bucket of a manifest."""
         known = self._batches.get(id(bucket))
         if known is None:
-            while len(self._batches) >= _KEPT_BATCHES:
+            while len(self._batches) >= KEPT_BATCHES:
                 self._batches.pop(next(iter(self._batches)))
             known = self._batches[id(bucket)] = bucket, make_batch(self.programs, self.specs, entries)
         return known[1]
@@ -99,7 +99,7 @@ class Plan:
             self._answer[:] = [(specs, key, answer)]
         return answer
 
-    def units(self, work_out: Callable[[], tuple[Unit, ...]]) -> tuple[Unit, ...]:
+    def units(self, work_out: Callable[[], Units]) -> Units:
         """Return which modules can be closed one by one, as ``work_out`` says the first time."""
         if not self._units:
             self._units.append(work_out())

@@ -19,7 +19,7 @@ from weightpush_server.reload.contract import Contract
 from weightpush_server.reload.fingerprint import TensorPrint, combine_prints, reachable_tensors, tensor_prints
 from weightpush_server.reload.landing import ReloadSession
 from weightpush_server.reload.layout import ModelLayout, find_layout
-from weightpush_server.reload.modulewise import Unit, find_units, not_again, owners_of
+from weightpush_server.reload.modulewise import Unit, Units, find_units, not_again, owners_of
 from weightpush_server.reload.opening import Opened, open_groups
 from weightpush_server.reload.plan import Plan
 from weightpush_server.reload.refusals import check_reloadable
@@ -77,10 +77,10 @@ def start_reload(
     layout = find_layout(model)
     assert layout is not None
     poison = poison or os.environ.get(POISON_VARIABLE) == "1"
-    units: tuple[Unit, ...] = ()
+    units = Units()
     if not (partial or plan is None or layout.from_dummy or vllm_config.lora_config is not None):
         units = plan.units(functools.partial(find_units, layout, plan))
-    opened = open_model(model, layout, poison=poison, partial=partial, units=units)
+    opened = open_model(model, layout, poison=poison, partial=partial, units=units.all)
     return ReloadSession(
         model,
         layout,
