@@ -157,15 +157,20 @@ def owners_of(units: Iterable[Unit]) -> set[int]:
 @contextmanager
 def not_again(closed: Collection[Unit]) -> Iterator[None]:
     """For the length of the body, let the methods of modules that are ``closed`` have nothing to process."""
+    key = "process_weights_after_loading"
     methods: list[Any] = [unit.module.quant_method for unit in closed]
+    before = [method.__dict__.get(key) for method in methods]
     for method in methods:
         # On the object, whose class stays the same: other modules' processing asks for it.
-        method.__dict__["process_weights_after_loading"] = lambda layer: None
+        method.__dict__[key] = lambda layer: None
     try:
         yield
     finally:
-        for method in methods:
-            del method.__dict__["process_weights_after_loading"]
+        for method, own in zip(methods, before, strict=True):
+            if own is None:
+                del method.__dict__[key]
+            else:
+                method.__dict__[key] = own
 
 
 class ModuleCloser:
