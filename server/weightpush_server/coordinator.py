@@ -42,7 +42,6 @@ from weightpush_server.completion import Completion
 from weightpush_server.disk_reload import DiskReloads
 from weightpush_server.engine import Engine
 from weightpush_server.lifecycle import POLL_S, UpdateLifecycle
-from weightpush_server.log import logger
 from weightpush_server.public_status import build_status
 from weightpush_server.publishing import Publisher, combine_fingerprints
 from weightpush_server.records import ControlRecord, UpdateRecord
@@ -190,16 +189,6 @@ class Coordinator:
                 control.stage()
             running.enter(Phase.RECEIVING)
             running.begin_answer = answer
-        logger.info(
-            "update %s to version %s began (%s): %d tensors, %d bytes, over %s, in flight %s",
-            update_id,
-            update.weight_version,
-            update.mode.value,
-            update.tensors_total,
-            update.bytes_total,
-            update.transport,
-            update.in_flight.value,
-        )
         return answer
 
     def _check_ranks(self, request: BeginCall) -> None:

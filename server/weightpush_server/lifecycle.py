@@ -17,7 +17,6 @@ from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
 from weightpush_protocol.messages import CopyRole, CopyStatus, FinishAnswer
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_server.engine import Engine, swallow
-from weightpush_server.log import logger
 from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord, shortened
 from weightpush_server.shared_state import SharedState
 
@@ -234,7 +233,6 @@ class UpdateLifecycle:
         with self._shared.transaction() as control:
             if control.update is None or control.update.update_id != update_id:
                 return
-            phase = control.update.phase
             control.fail(error)
             error.update_id, error.state = update_id, control.state
             copy = self.kept(CopyRole.SERVED)
@@ -242,15 +240,6 @@ class UpdateLifecycle:
             if copy is not None and self.undo is not None and not self._engine.dead:
                 # In the same step: no other update may come between.
                 undoing = control.begin_undoing(update, copy)
-        logger.warning(
-            "update %s to version %s failed while %s: %s [%s]; the server is %s",
-            update_id,
-            update.weight_version,
-            phase.value,
-            error.message,
-            error.code.value,
-            error.state.value,
-        )
         if undoing is not None and self.undo is not None:
             undo, running = self.undo, undoing
             self._start(("undo", undoing.update_id), lambda: undo(running))
