@@ -12,10 +12,6 @@ _SETTINGS: Final = {
     # What post-load processing frees on the thread that lands, the main thread had taken: arenas of their own would
     # each keep their share.
     "MALLOC_ARENA_MAX": "1",
-    # Blocks of up to 32 MiB, the most that can be set, come from the heap and go back there, to be taken by the next
-    # module with their pages in place; the heap keeps at most 256 MiB so, and none when a push is over.
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
     # torch asks for huge pages for large tensors: fresh memory costs a fault for 2 MiB, not for 4 KiB.
     "THP_MEM_ALLOC_ENABLE": "1",
 }
