@@ -400,7 +400,8 @@ class LastUpdate(_Answer):
     """The last update that was committed.
 
     ``phase_seconds``: how long the server was in each phase. ``worker_seconds``: what its slowest worker spent on each
-    part (``receive``, ``digest``, ``copy``, ``open``, ``land``, ``postload``, ``proof``), beside each other or not.
+    part (``receive``, ``digest``, ``copy``, ``open``, ``land``, ``postload``, ``proof``), beside each other or not;
+    ``postload_early`` is the part of ``postload`` that went on while tensors landed.
     """
 
     update_id: str

@@ -246,7 +246,7 @@ class WeightPushWorkerExtension:
         return {
             "fingerprint": proof.fingerprint,
             "tensors": proof.tensors,
-            "seconds": {**update.seconds.spent, "postload": proof.seconds_postload, "proof": proof.seconds_proof},
+            "seconds": update.seconds.with_closing(proof),
         }
 
     @_rpc
