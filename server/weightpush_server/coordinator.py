@@ -24,7 +24,6 @@ from weightpush_protocol.messages import (
     KeepAnswer,
     KeepRequest,
     LastError,
-    ManifestAnswer,
     PrepareAnswer,
     PrepareRequest,
     RollbackRequest,
@@ -42,7 +41,7 @@ from weightpush_protocol.versions import mismatch
 from weightpush_server.completion import Completion
 from weightpush_server.disk_reload import DiskReloads
 from weightpush_server.engine import Engine
-from weightpush_server.lifecycle import POLL_S, UpdateLifecycle
+from weightpush_server.lifecycle import Looks, UpdateLifecycle
 from weightpush_server.public_status import build_status
 from weightpush_server.publishing import Publisher, combine_fingerprints
 from weightpush_server.records import ControlRecord, UpdateRecord
@@ -82,10 +81,11 @@ class Coordinator:
         outcomes = self._shared.history().outcomes
         return HistoryAnswer(instance_id=self._shared.control().instance_id, updates=outcomes[::-1])
 
-    async def manifest(self) -> ManifestAnswer:
-        """Return the checkpoint that this server expects, as its first worker knows it."""
+    async def manifest(self) -> str:
+        """Return the checkpoint that this server expects as its first worker says it: JSON of a `ManifestAnswer`."""
         answers = await self._engine.call_within(_MANIFEST_S, "weightpush_manifest")
-        return ManifestAnswer.model_validate_json(answers[0]["manifest"])
+        text: str = answers[0]["manifest"]
+        return text
 
     async def verify(self, request: VerifyRequest) -> VerifyAnswer:
         """Compare what the workers hold with the last commit, and that with a checkpoint. Generation waits meanwhile.
@@ -163,11 +163,12 @@ class Coordinator:
 
     async def _join_begin(self, update_id: str) -> BeginAnswer:
         """Wait for a ``begin`` that another process works on."""
+        looks = Looks()
         while True:
             answer = self._shared.control().active(update_id).begin_answer
             if answer is not None:
                 return answer
-            await asyncio.sleep(POLL_S)
+            await looks.pause()
 
     async def _open(self, update: UpdateRecord, body: str, request: BeginCall) -> BeginAnswer:
         update_id, epoch, deadlines = update.update_id, update.epoch, request.deadlines

@@ -434,6 +434,8 @@ class WorkerRecord(BaseModel):
     tainted: bool = False
     self_check: str | None = None
     reload_refused: ErrorDetail | None = None
+    #: Digest of the checkpoint that its model expects, see ``expected``.
+    expects: str | None = None
     epoch: int = 0
     connected: bool = False
     buckets_done: int = 0

@@ -49,7 +49,7 @@ _STATES: Final = tuple(state.value for state in ServerState)
 _MODES: Final = tuple(mode.value for mode in UpdateMode)
 _TRANSPORTS: Final = ("nccl", "gloo", "shm", "http", FROM_DISK, FROM_COPY)
 #: See `weightpush_server.timing.PartSeconds`.
-_PARTS: Final = ("receive", "digest", "copy", "open", "land", "postload", "proof")
+_PARTS: Final = ("receive", "digest", "copy", "open", "land", "postload", "postload_early", "proof")
 
 BUILD = Series(
     "weightpush_build_info",
