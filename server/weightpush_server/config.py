@@ -23,6 +23,8 @@ _KEEP_PREVIOUS: Final = "WEIGHTPUSH_KEEP_PREVIOUS"
 _STAGING_BUDGET: Final = "WEIGHTPUSH_STAGING_BUDGET"
 _AWAIT_WEIGHTS: Final = "WEIGHTPUSH_AWAIT_WEIGHTS"
 _RELOAD_ROOTS: Final = "WEIGHTPUSH_RELOAD_ROOTS"
+_VLLM_ROUTES: Final = "WEIGHTPUSH_VLLM_ROUTES"
+_VLLM_ROUTES_OPEN: Final = "WEIGHTPUSH_VLLM_ROUTES_OPEN"
 
 DEFAULT_MAX_BUCKET_BYTES: Final = 8 * 2**30
 DEFAULT_MAX_MANIFEST_BYTES: Final = 128 * 2**20
@@ -65,6 +67,10 @@ class ServerConfig:
     await_weights: bool = False
     #: Resolved directories below which checkpoints may be loaded from disk.
     reload_roots: tuple[Path, ...] = ()
+    #: Serve vLLM's own weight-transfer routes, see `weightpush_server.compat`.
+    vllm_routes: bool = False
+    #: Let clients that send no token call those; only on loopback.
+    vllm_routes_open: bool = False
 
     @property
     def state_file(self) -> Path:
@@ -89,6 +95,8 @@ class ServerConfig:
         os.environ[_KEEP_PREVIOUS] = str(int(self.keep_previous))
         os.environ[_STAGING_BUDGET] = "" if self.staging_budget_bytes is None else str(self.staging_budget_bytes)
         os.environ[_AWAIT_WEIGHTS] = str(int(self.await_weights))
+        os.environ[_VLLM_ROUTES] = str(int(self.vllm_routes))
+        os.environ[_VLLM_ROUTES_OPEN] = str(int(self.vllm_routes_open))
         os.environ[_RELOAD_ROOTS] = json.dumps([str(root) for root in self.reload_roots])
 
     @classmethod
@@ -112,4 +120,6 @@ class ServerConfig:
             staging_budget_bytes=int(os.environ[_STAGING_BUDGET]) if os.environ[_STAGING_BUDGET] else None,
             await_weights=os.environ[_AWAIT_WEIGHTS] == "1",
             reload_roots=tuple(Path(root) for root in json.loads(os.environ[_RELOAD_ROOTS])),
+            vllm_routes=os.environ[_VLLM_ROUTES] == "1",
+            vllm_routes_open=os.environ[_VLLM_ROUTES_OPEN] == "1",
         )

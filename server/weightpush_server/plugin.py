@@ -47,6 +47,10 @@ class WeightPushEndpoints:
 
         app.state.weightpush = ServerContext(ServerConfig.from_environment())
         app.include_router(router)
+        if app.state.weightpush.config.vllm_routes:
+            from weightpush_server.compat.router import router as vllm_router
+
+            app.include_router(vllm_router)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Connect to the engine."""
