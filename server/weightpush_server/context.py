@@ -44,6 +44,8 @@ class ServerContext:
         self.tokens = TokenFile(config.token_file) if config.token_file is not None else None
         #: Paths of vLLM's own weight-transfer routes, as far as they are served.
         self.vllm_paths = vllm_paths() if config.vllm_routes else frozenset()
+        #: Whether those ask for no token.
+        self.vllm_open = config.vllm_routes_open
         self._coordinator: Coordinator | None = None
         self._vllm_calls: VllmCalls | None = None
         self._watching: asyncio.Task[None] | None = None

@@ -93,8 +93,8 @@ def gloo_trainer(*more: tuple[Any, str]) -> Iterator[None]:
     patches = [mock.patch.object(module, name, _open_trainer_end) for module, name in places]
     patches += [
         mock.patch.object(packed_tensor, "_get_streams", lambda device, count: (_NoStream(),) * count),
-        mock.patch.object(torch.accelerator, "current_device_index", lambda: 0),
-        mock.patch.object(torch.cuda, "current_stream", lambda *_: _NoStream()),
+        mock.patch.object(torch.accelerator, "current_device_index", return_value=0),
+        mock.patch.object(torch.cuda, "current_stream", return_value=_NoStream()),
     ]
     for patch in patches:
         patch.start()

@@ -157,8 +157,8 @@ async def start_draft_weight_update(request: Request) -> dict[str, str]:
     """Refused: a draft model keeps the weights that the server was started with."""
     raise WeightPushError(
         ErrorCode.RELOAD_REFUSED,
-        "a draft model is not updated here, only the model that it drafts for: answers stay right, fewer drafted tokens "
-        "are taken. Restart the server to exchange the draft",
+        "a draft model is not updated here, only the model that it drafts for: answers stay right, and fewer drafted "
+        "tokens are taken. Restart the server to exchange the draft",
     )
 
 

@@ -65,7 +65,6 @@ def _replace_nccl() -> None:
 
     sys.path.append(str(Path(__file__).parents[2]))
     from support.gloo_plane import open_gloo_communicator
-
     from weightpush_server.compat import nccl
 
     nccl.open_communicator = open_gloo_communicator
