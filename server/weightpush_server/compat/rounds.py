@@ -99,7 +99,10 @@ class VllmRounds:
     # A round
 
     async def start(self) -> None:
-        """Begin an update; repeated before it has brought anything, it is the same one."""
+        """Begin an update; repeated before it has brought anything, it is the same one.
+
+        One that its trainer left open is given up: it has begun another, and nobody else is in its group.
+        """
         for member in await self._call("weightpush_vllm_group"):
             if not member["joined"]:
                 raise _not_joined(member["problem"])
@@ -121,8 +124,11 @@ class VllmRounds:
             )
 
         running = self._shared.control().update
-        if running is not None and running.transport == FROM_VLLM_TRAINER and _is_fresh(running):
-            return
+        if running is not None and running.transport == FROM_VLLM_TRAINER:
+            if _is_fresh(running):
+                return
+            if self._buckets_done(running) >= running.buckets_announced:
+                await self._give_up("its trainer began another update")
         _, update = self._life.reserve(update_id, update_id, make)
         await self._life.step(update_id, self._start(update))
 
@@ -195,9 +201,7 @@ class VllmRounds:
         with self._life.change(update_id) as (_, running):
             mine = not running.finishing
             if mine:
-                workers = [worker for worker in self._shared.worker_records() if worker.epoch == running.epoch]
-                done = min((worker.buckets_done for worker in workers), default=0)
-                if running.phase is not Phase.RECEIVING or done < running.buckets_announced:
+                if running.phase is not Phase.RECEIVING or self._buckets_done(running) < running.buckets_announced:
                     raise WeightPushError(
                         ErrorCode.INCOMPLETE_UPDATE,
                         f"update {update_id} still receives: wait for the answers to /update_weights",
@@ -217,6 +221,10 @@ class VllmRounds:
         await self._life.rpc(update_id, commit_s, "weightpush_stored", epoch, update.weight_version, stored, False)
         await self._publisher.close_gate_and_drain(update_id)
         await self._publisher.land_and_publish(update)
+
+    def _buckets_done(self, update: UpdateRecord) -> int:
+        workers = [worker for worker in self._shared.worker_records() if worker.epoch == update.epoch]
+        return min((worker.buckets_done for worker in workers), default=0)
 
     def _round(self) -> UpdateRecord:
         control = self._shared.control()
