@@ -437,7 +437,8 @@ class WorkerStatus(_Answer):
 
     ``self_check`` says what became of the trial reload at start: ``passed``, ``failed``, ``skipped`` or ``off``.
     ``reload_refused``: the reason known at start for which this worker takes no update. ``host_id``: equal to the
-    trainer's own (``transports.shared_memory.host_id``) where the two can share memory.
+    trainer's own (``transports.shared_memory.host_id``) where the two can share memory. ``gpu``: the UUID of its GPU,
+    '' on a CPU.
     """
 
     rank: int
@@ -445,6 +446,7 @@ class WorkerStatus(_Answer):
     device: str
     transports: list[str] = Field(default_factory=list)
     host_id: str = ""
+    gpu: str = ""
     weight_version: str
     tainted: bool = False
     self_check: str | None = None

@@ -436,6 +436,7 @@ class WorkerRecord(BaseModel):
     device: str
     transports: list[str] = Field(default_factory=list)
     host_id: str = ""
+    gpu: str = ""
     weight_version: str
     tainted: bool = False
     self_check: str | None = None

@@ -10,6 +10,7 @@ import torch
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import BeginRequest, CopyRole, CopyStatus
 from weightpush_protocol.transports.base import TransportName, check_available
+from weightpush_protocol.transports.cuda_memory import gpu_id
 from weightpush_protocol.transports.shared_memory import host_id
 from weightpush_server.config import ServerConfig
 from weightpush_server.guard import TaintedGuard
@@ -63,6 +64,7 @@ class WorkerState:
             device=str(device),
             transports=usable_transports(device),
             host_id=host_id(),
+            gpu=gpu_id(device),
             weight_version=config.weight_version,
             tainted=config.await_weights,
         )

@@ -119,6 +119,12 @@ def test_auto_needs_to_know_the_host_of_every_worker(monkeypatch: pytest.MonkeyP
     # Host memory is the way for a GPU only where NCCL is none.
     assert choose_transport("auto", status(here), cuda) == "shm"
     assert choose_transport("auto", status(here, transports=(*ALL, "nccl")), cuda) == "nccl"
+    # NCCL refuses two processes on one GPU; two that are apart may use it, also on one host.
+    colocated = status(here, transports=(*ALL, "nccl"))
+    there = [worker.model_copy(update={"gpu": "some-gpu"}) for worker in colocated.workers]
+    colocated = colocated.model_copy(update={"workers": there})
+    assert choose_transport("auto", colocated, cuda, gpu="some-gpu") == "shm"
+    assert choose_transport("auto", colocated, cuda, gpu="another") == "nccl"
     # Neither side knows: that is not the same host.
     monkeypatch.setattr("weightpush_client.transport.host_id", lambda: "")
     assert choose_transport("auto", status("", ""), cpu) == "gloo"

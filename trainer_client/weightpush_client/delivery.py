@@ -223,6 +223,9 @@ def deliver_by_sharing(
     if buffer.data_ptr() != frame.data_ptr():
         frame[:nbytes].copy_(buffer)
     write_digests(frame, nbytes, list(digests.values()))
+    if frame.is_cuda:
+        # Workers are told over a socket, which knows nothing of a GPU's queue.
+        torch.cuda.current_stream(frame.device).synchronize()
     try:
         sender.send(number, frame[: frame_bytes(nbytes, len(digests))], update.bucket_s)
     except WeightPushError as error:

@@ -17,7 +17,8 @@ from weightpush_protocol.digest import bucket_digests
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest
 from weightpush_protocol.messages import DigestKind
-from weightpush_protocol.transports.shared_memory import SharedBuffers
+from weightpush_protocol.transports.cuda_memory import CudaBuffers, gpu_id
+from weightpush_protocol.transports.shared_memory import SharedBuffers, ShownBuffers
 
 #: Returns a buffer for the bucket of that number, once nobody reads what was there before.
 Lend = Callable[[int], torch.Tensor]
@@ -45,7 +46,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
-        self._shared: SharedBuffers | None = None
+        self._shared: ShownBuffers | None = None
 
     def take(self, count: int, nbytes: int, device: torch.device, *, pinned: bool) -> list[torch.Tensor]:
         """Return ``count`` 1-d uint8 tensors of at least ``nbytes`` bytes on ``device``, with whatever they hold."""
@@ -57,7 +58,7 @@ class Buffers:
 
         if len(self._kept) < count or not all(map(fits, self._kept)):
             self._kept = []
-            if device.type == "cpu":
+            if self._shared is not None and self._shared.tensor.device.type == device.type:
                 self._drop_shared()
             # Inference tensors could not be written outside the caller's inference_mode.
             with torch.inference_mode(False):
@@ -66,22 +67,25 @@ class Buffers:
                 ]
         return self._kept[:count]
 
-    def share(self, count: int, nbytes: int) -> SharedBuffers:
+    def share(self, count: int, nbytes: int, gpu: torch.device | None = None) -> ShownBuffers:
         """Return memory with ``count`` buffers of at least ``nbytes`` bytes that workers on this host can read.
+
+        It lies on the host, or on ``gpu``, which is that of all these workers.
 
         Raises:
             WeightPushError: ``transport_unavailable``: the system gives none.
         """
-        if self._kept and self._kept[0].device.type == "cpu":
+        where = torch.device("cpu") if gpu is None else gpu
+        if self._kept and self._kept[0].device.type == where.type:
             self._kept = []
-        if self._shared is None or not self._shared.holds(count, nbytes):
+        if self._shared is None or not self._shared.holds(count, nbytes, gpu_id(where)):
             self._drop_shared()
             try:
-                self._shared = SharedBuffers(count, nbytes)
+                self._shared = SharedBuffers(count, nbytes) if gpu is None else CudaBuffers(count, nbytes, gpu)
             except OSError as error:
                 raise WeightPushError(
                     ErrorCode.TRANSPORT_UNAVAILABLE,
-                    f"no shared memory for {count} buffers of {nbytes} bytes: {error}; use 'gloo' or 'http'",
+                    f"no shared memory for {count} buffers of {nbytes} bytes on {where}: {error}; use 'gloo' or 'http'",
                     details={"transport": "shm", "exception": type(error).__name__},
                 ) from error
         return self._shared

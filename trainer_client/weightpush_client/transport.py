@@ -18,6 +18,7 @@ from weightpush_protocol.manifest import Manifest
 from weightpush_protocol.messages import Status
 from weightpush_protocol.transports.base import Sender, TransportConfig, TransportName, check_available
 from weightpush_protocol.transports.collective import CollectiveSender
+from weightpush_protocol.transports.cuda_memory import gpu_id
 from weightpush_protocol.transports.frames import largest_frame
 from weightpush_protocol.transports.shared_memory import host_id
 from weightpush_protocol.transports.shm_sender import ShmSender
@@ -57,10 +58,12 @@ class Link:
             error.details.setdefault(LOST_SERVERS, sorted({self.server_of_rank[rank - 1] for rank in ranks}))
 
 
-def choose_transport(wanted: str, status: Status, device: torch.device, *, without: Container[str] = ()) -> str:
+def choose_transport(
+    wanted: str, status: Status, device: torch.device, *, gpu: str = "", without: Container[str] = ()
+) -> str:
     """Return ``wanted``, or what ``auto`` means for weights on ``device`` and the workers of this server.
 
-    ``without``: what ``auto`` must not mean.
+    ``gpu``: the identity of ``device`` (`gpu_id`). ``without``: what ``auto`` must not mean.
     """
     if wanted != "auto":
         return wanted
@@ -68,7 +71,9 @@ def choose_transport(wanted: str, status: Status, device: torch.device, *, witho
     def everywhere(name: str) -> bool:
         return bool(status.workers) and all(name in worker.transports for worker in status.workers)
 
-    if device.type == "cuda" and everywhere("nccl"):
+    # NCCL refuses two processes on one GPU.
+    apart = not any(gpu and worker.gpu == gpu for worker in status.workers)
+    if device.type == "cuda" and everywhere("nccl") and apart:
         return "nccl"
     if "shm" not in without and everywhere("shm") and _share_host(status):
         return "shm"
@@ -88,6 +93,7 @@ class Transports:
 
     def __init__(self, wanted: str, device: torch.device, data_host: str | None, buffers: Buffers) -> None:
         self.device = device
+        self._gpu = gpu_id(device)
         self._wanted = wanted
         self._data_host = data_host
         self._buffers = buffers
@@ -101,6 +107,7 @@ class Transports:
                 self._wanted,
                 status,
                 self.device,
+                gpu=self._gpu,
                 without=("shm",) if status.instance_id in self._unshared else (),
             )
             for status in statuses
@@ -159,7 +166,7 @@ class Transports:
     ) -> Link:
         if name == "http":
             return Link(name, places, tuple(TransportConfig(name="http") for _ in places))
-        sender = self._make_sender(name, urls, 1 + sum(len(status.workers) for status in statuses), manifest)
+        sender = self._make_sender(name, urls, statuses, manifest)
         configs = []
         server_of_rank: list[str] = []
         for url, status in zip(urls, statuses, strict=True):
@@ -167,11 +174,16 @@ class Transports:
             server_of_rank += [url] * len(status.workers)
         return Link(name, places, tuple(configs), tuple(server_of_rank), sender)
 
-    def _make_sender(self, name: str, urls: Sequence[str], world_size: int, manifest: Manifest) -> Sender:
+    def _make_sender(self, name: str, urls: Sequence[str], statuses: Sequence[Status], manifest: Manifest) -> Sender:
+        workers = [worker for status in statuses for worker in status.workers]
+        world_size = 1 + len(workers)
         if name == "shm":
             check_available("shm", self.device)
             count = max(1, min(2, len(manifest.buckets)))
-            return ShmSender(self._buffers.share(count, largest_frame(manifest.buckets)), world_size=world_size)
+            # Elsewhere than on one GPU the bytes go through the host's memory.
+            one_gpu = bool(self._gpu) and all(worker.gpu == self._gpu for worker in workers)
+            memory = self._buffers.share(count, largest_frame(manifest.buckets), self.device if one_gpu else None)
+            return ShmSender(memory, world_size=world_size)
         return CollectiveSender(
             "nccl" if name == "nccl" else "gloo",
             host=self._data_host or _host_for(urls),

@@ -38,6 +38,7 @@ class TransportConfig(BaseModel):
         socket: ``shm``: name of the trainer's socket among the abstract ones of its network namespace.
         buffers: number of buffers in the trainer's shared memory.
         buffer_bytes: size of each; buffer *i* begins at byte ``i * buffer_bytes``.
+        gpu: ``shm``: the GPU that the memory lies on (a UUID), where it is not the host's.
         world_size: number of processes in the group: the trainer and all workers of all servers.
         rank_offset: rank of this server's first worker; the trainer is rank 0.
         key: secret of this update, 32 to 64 hex digits. Only processes that hold it find the rendezvous. It appears in
@@ -54,6 +55,7 @@ class TransportConfig(BaseModel):
     socket: Annotated[str, Field(pattern=r"^weightpush-[0-9a-f]{32}$")] | None = None
     buffers: Annotated[int, Field(ge=1, le=8)] | None = None
     buffer_bytes: Annotated[int, Field(ge=64, le=2**50, multiple_of=64)] | None = None
+    gpu: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[0-9A-Za-z-]+$")] | None = None
     rank_offset: Annotated[int, Field(ge=1)] = 1
     key: Annotated[str | None, Field(pattern=r"^[0-9a-fA-F]{32,64}$", repr=False)] = None
 

@@ -1,4 +1,4 @@
-"""Connections between a trainer and workers on one host: short messages, and the descriptor of the shared memory.
+"""Connections between a trainer and workers on one host: short messages, and what leads to the shared memory.
 
 They are Unix sockets with abstract names, so nothing lies in a file system, and a connection breaks when the process at
 its other end ends. Every message is one packet: a letter that says what it is, and its fields.
@@ -7,7 +7,7 @@ its other end ends. Every message is one packet: a letter that says what it is, 
 letter  fields                         meaning
 ======= ============================== ====================================================================
 ``H``   rank, key                      worker: this is my rank, and I know the update's key
-``M``   (descriptor)                   trainer: this is the memory
+``M``   ticket (descriptor)            trainer: this is the memory; one of both, by where it lies
 ``J``                                  worker: I have mapped it
 ``G``                                  trainer: all have
 ``B``   number, buffer, bytes          trainer: this bucket lies there

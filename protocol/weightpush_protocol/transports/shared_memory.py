@@ -1,8 +1,9 @@
 """Memory that a trainer and the workers on its host see at the same time, and how they know that they share a host.
 
-The memory is an anonymous file (``memfd_create``): it has no name that could be left behind or guessed, and the kernel
-frees it with the last process that has it open or mapped, however that one ends. Its size is sealed, so no reader can
-be killed (SIGBUS) by a file that was cut short, and after the trainer has mapped it nobody else can map it for writing.
+On the host it is an anonymous file (``memfd_create``): it has no name that could be left behind or guessed, and the
+kernel frees it with the last process that has it open or mapped, however that one ends. Its size is sealed, so no
+reader can be killed (SIGBUS) by a file that was cut short, and after the trainer has mapped it nobody else can map it
+for writing. On a GPU it is what :mod:`.cuda_memory` makes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import mmap
 import os
 import stat
 import weakref
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -47,8 +49,48 @@ def host_id() -> str:
     return hashlib.sha256(f"weightpush {boot} {namespace} {os.geteuid()}".encode()).hexdigest()[:16]
 
 
-class SharedBuffers:
-    """The trainer's memory: ``count`` buffers of ``buffer_bytes`` bytes, one behind the other.
+class ShownBuffers(ABC):
+    """A trainer's memory that workers see: ``count`` buffers of ``buffer_bytes`` bytes, one behind the other.
+
+    Attributes:
+        tensor: all of it, as a 1-d uint8 tensor; the memory lives as long as any view of it.
+        gpu: the GPU that it lies on (:func:`~.cuda_memory.gpu_id`), '' for the host's memory.
+        descriptor: what a worker maps; None where it is the ticket.
+        ticket: bytes by which a worker finds it.
+    """
+
+    gpu: str = ""
+    descriptor: int | None = None
+    ticket: bytes = b""
+
+    def __init__(self, count: int, buffer_bytes: int, tensor: torch.Tensor) -> None:
+        self.count = count
+        self.buffer_bytes = buffer_bytes
+        self.tensor = tensor
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is not needed to read it; may be called twice."""
+
+    def holds(self, count: int, nbytes: int, gpu: str = "") -> bool:
+        """Whether it lies on ``gpu`` and has ``count`` buffers of ``nbytes`` bytes at least."""
+        return self.gpu == gpu and self.count >= count and self.buffer_bytes >= nbytes
+
+    def buffer(self, index: int, nbytes: int) -> torch.Tensor:
+        """Return the first ``nbytes`` bytes of buffer ``index``."""
+        start = index * self.buffer_bytes
+        return self.tensor[start : start + nbytes]
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the buffer at whose start ``tensor`` lies; None for a tensor from elsewhere."""
+        if tensor.untyped_storage().data_ptr() != self.tensor.untyped_storage().data_ptr():
+            return None
+        index, rest = divmod(int(tensor.storage_offset()), self.buffer_bytes)
+        return index if rest == 0 else None
+
+
+class SharedBuffers(ShownBuffers):
+    """The trainer's memory on the host.
 
     Fresh pages cost more than filling them, so it is worth keeping for the next update. It is freed with the last
     tensor that shows it; :meth:`close` gives the descriptor back sooner.
@@ -62,14 +104,12 @@ class SharedBuffers:
     """
 
     def __init__(self, count: int, nbytes: int) -> None:
-        self.count = count
-        self.buffer_bytes = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        buffer_bytes = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         self.descriptor = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        #: Close the descriptor; may be called twice.
-        self.close = weakref.finalize(self, os.close, self.descriptor)
+        self._closing = weakref.finalize(self, os.close, self.descriptor)
         os.fchmod(self.descriptor, _MODE)
-        os.ftruncate(self.descriptor, count * self.buffer_bytes)
-        region = mmap.mmap(self.descriptor, count * self.buffer_bytes)
+        os.ftruncate(self.descriptor, count * buffer_bytes)
+        region = mmap.mmap(self.descriptor, count * buffer_bytes)
         # A child of the trainer's has no use for it and would keep it alive.
         region.madvise(mmap.MADV_DONTFORK)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -78,24 +118,11 @@ class SharedBuffers:
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
         # Inference tensors could not be written outside the caller's inference_mode.
         with torch.inference_mode(False):
-            #: All of it, as a 1-d uint8 tensor; the mapping lives as long as any view of it.
-            self.tensor = torch.frombuffer(region, dtype=torch.uint8)
+            super().__init__(count, buffer_bytes, torch.frombuffer(region, dtype=torch.uint8))
 
-    def holds(self, count: int, nbytes: int) -> bool:
-        """Whether it has ``count`` buffers of ``nbytes`` bytes at least."""
-        return self.count >= count and self.buffer_bytes >= nbytes
-
-    def buffer(self, index: int, nbytes: int) -> torch.Tensor:
-        """Return the first ``nbytes`` bytes of buffer ``index``."""
-        start = index * self.buffer_bytes
-        return self.tensor[start : start + nbytes]
-
-    def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the buffer at whose start ``tensor`` lies; None for a tensor from elsewhere."""
-        if tensor.untyped_storage().data_ptr() != self.tensor.untyped_storage().data_ptr():
-            return None
-        index, rest = divmod(int(tensor.storage_offset()), self.buffer_bytes)
-        return index if rest == 0 else None
+    def close(self) -> None:
+        """Close the descriptor; may be called twice."""
+        self._closing()
 
 
 def map_for_reading(descriptor: int, nbytes: int) -> torch.Tensor:

@@ -86,11 +86,11 @@ class ShmEndpoint(ABC):
         if not self._opened:
             raise RuntimeError(f"{self._who} is not open")
 
-    def _check_buffer(self, buffer: torch.Tensor) -> None:
+    def _check_buffer(self, buffer: torch.Tensor, device_type: str) -> None:
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
             raise ValueError(f"a bucket is a contiguous 1-d uint8 tensor, got {buffer.dtype} {list(buffer.shape)}")
-        if buffer.device.type != "cpu":
-            raise ValueError(f"shm moves buckets on 'cpu', got one on {buffer.device}")
+        if buffer.device.type != device_type:
+            raise ValueError(f"shm moves buckets on {device_type!r}, got one on {buffer.device}")
 
     def _fail(self, what: str, error: LinkError | Aborted, late: str) -> NoReturn:
         with self._failing:

@@ -14,6 +14,7 @@ import torch
 from weightpush_protocol.errors import ErrorCode
 from weightpush_protocol.transports import local_links, sockets
 from weightpush_protocol.transports.base import TransportConfig
+from weightpush_protocol.transports.cuda_memory import map_gpu_memory
 from weightpush_protocol.transports.local_links import Aborted, LinkError
 from weightpush_protocol.transports.shared_memory import MemoryRefused, map_for_reading
 from weightpush_protocol.transports.shm_endpoint import ShmEndpoint
@@ -48,6 +49,7 @@ class ShmReceiver(ShmEndpoint):
         self._rank = rank
         self._name, self._key = config.socket, config.key
         self._buffers, self._buffer_bytes = config.buffers, config.buffer_bytes
+        self._gpu = config.gpu
         self._connection: socket.socket | None = None
         self._memory: torch.Tensor | None = None
 
@@ -63,9 +65,9 @@ class ShmReceiver(ShmEndpoint):
         late = f"did not get through the rendezvous within {timeout_s:g} s"
         connection = self._connection = local_links.connect(self._name, self._waiter, deadline)
         local_links.send(connection, local_links.hello(self._rank, self._key), _TRAINER)
-        descriptors = self._await(local_links.MEMORY, deadline, late)[1]
+        ticket, descriptors = self._await(local_links.MEMORY, deadline, late)
         try:
-            self._memory = self._map(descriptors)
+            self._memory = self._map(ticket, descriptors)
         except (LinkError, OSError) as error:
             text = f"worker rank {self._rank} cannot map the trainer's memory: {error}"
             refusal = LinkError(text, code=ErrorCode.TRANSPORT_UNAVAILABLE)
@@ -78,11 +80,14 @@ class ShmReceiver(ShmEndpoint):
         local_links.send(connection, local_links.JOINED, _TRAINER)
         self._await(local_links.GO, deadline, late)
 
-    def _map(self, descriptors: list[int]) -> torch.Tensor:
-        if not descriptors:
-            raise LinkError("no descriptor came with it")
+    def _map(self, ticket: bytes, descriptors: list[int]) -> torch.Tensor:
+        nbytes = self._buffers * self._buffer_bytes
         try:
-            return map_for_reading(descriptors[0], self._buffers * self._buffer_bytes)
+            if self._gpu is not None:
+                return map_gpu_memory(ticket, self._gpu, nbytes)
+            if not descriptors:
+                raise LinkError("no descriptor came with it")
+            return map_for_reading(descriptors[0], nbytes)
         except MemoryRefused as error:
             raise LinkError(str(error)) from error
 
@@ -143,10 +148,10 @@ class ShmReceiver(ShmEndpoint):
         """Fill ``buffer``, as long as the bucket, with bucket ``number``.
 
         Raises:
-            ValueError: ``buffer`` is not a contiguous 1-d uint8 tensor on the CPU.
+            ValueError: ``buffer`` is not a contiguous 1-d uint8 tensor where the memory lies.
             WeightPushError: ``transport_failed``; the transport cannot be used again.
         """
-        self._check_buffer(buffer)
+        self._check_buffer(buffer, "cpu" if self._gpu is None else "cuda")
         buffer.copy_(self.borrow(number, buffer.numel(), timeout_s))
         self.give_back(number)
 

@@ -23,7 +23,7 @@ from weightpush_protocol.errors import ErrorCode
 from weightpush_protocol.transports import local_links
 from weightpush_protocol.transports.base import TransportConfig
 from weightpush_protocol.transports.local_links import Aborted, LinkError
-from weightpush_protocol.transports.shared_memory import SharedBuffers
+from weightpush_protocol.transports.shared_memory import ShownBuffers
 from weightpush_protocol.transports.shm_endpoint import ShmEndpoint
 
 _TRAINER: Final = 0
@@ -40,7 +40,7 @@ class ShmSender(ShmEndpoint):
         WeightPushError: ``transport_unavailable``.
     """
 
-    def __init__(self, memory: SharedBuffers, *, world_size: int) -> None:
+    def __init__(self, memory: ShownBuffers, *, world_size: int) -> None:
         super().__init__()
         self._memory = memory
         self._members: dict[int, socket.socket] = {}
@@ -59,6 +59,7 @@ class ShmSender(ShmEndpoint):
             socket=name,
             buffers=memory.count,
             buffer_bytes=memory.buffer_bytes,
+            gpu=memory.gpu or None,
             world_size=world_size,
             key=key,
         )
@@ -139,7 +140,7 @@ class ShmSender(ShmEndpoint):
             self._refuse(connection, ErrorCode.RENDEZVOUS_FAILED, f"worker rank {rank} joined twice")
         else:
             self._members[rank] = connection
-            local_links.send(connection, local_links.MEMORY, rank, self._memory.descriptor)
+            local_links.send(connection, local_links.MEMORY + self._memory.ticket, rank, self._memory.descriptor)
 
     def _refuse(self, connection: socket.socket, code: ErrorCode, text: str) -> None:
         with suppress(LinkError):
@@ -235,12 +236,13 @@ class ShmSender(ShmEndpoint):
         A copy waits for a free buffer. Otherwise it returns at once, and :meth:`lend` waits.
 
         Raises:
-            ValueError: ``buffer`` is not a contiguous 1-d uint8 tensor on the CPU, or not the one that was lent first.
+            ValueError: ``buffer`` is not a contiguous 1-d uint8 tensor where the memory lies, or not the one that was
+                lent first.
             WeightPushError: ``transport_failed``; the transport cannot be used again.
         """
         with self._busy:
             self._require_open()
-            self._check_buffer(buffer)
+            self._check_buffer(buffer, self._memory.tensor.device.type)
             nbytes = buffer.numel()
             what = f"bucket {number} ({nbytes} bytes) was not sent"
             try:
