@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 
 from integration.conftest import PROMPTS, Checkpoints
@@ -89,6 +90,7 @@ def test_the_asynchronous_trainers_client(
     server: ServerProcess, checkpoints: Checkpoints, known: dict[str, Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    PartialState(cpu=True)  # Its logger wants one.
     from trl.experimental.async_grpo.vllm_client import VLLMClient
     from vllm.distributed.weight_transfer import packed_tensor
 

@@ -81,6 +81,7 @@ RULES: Final = (
     # servers: their options are parsed by the server's own parser in tests/unit/test_documented.py
     Rule(r"weightpush serve --help", HERE),
     Rule(r"weightpush serve .*--restart-on-failure", "tests/integration/test_processes.py", "--restart-on-failure"),
+    Rule(r"weightpush serve .*--compat", "tests/integration/test_vllm_trainer.py", "--compat"),
     Rule(r"weightpush serve .*--await-weights", "tests/integration/test_processes.py", "--await-weights"),
     Rule(r"weightpush serve ", HERE),
     # TLS wants certificates
@@ -118,6 +119,7 @@ PYTHON: Final = (
     ("README.md", "for step in range(steps)", HERE),
     ("docs/usage.md", "for step in range(steps)", HERE),
     ("docs/integrations.md", "ask_servers_for_rollouts", HERE),
+    ("docs/integrations.md", "VllmSyncClient", "tests/integration/test_vllm_trainer.py"),
     ("docs/integrations.md", "class PushedGeneration", "tests/integration/test_trl.py"),
     ("docs/integrations.md", "broadcast_to_vllm", "tests/unit/test_recipes.py"),
     ("docs/integrations.md", "class PushEngine", "tests/unit/test_recipes.py"),
