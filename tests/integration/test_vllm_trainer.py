@@ -26,6 +26,7 @@ from integration.test_fuzz_http import CHECKS, each_call
 from integration.test_security import check_rules
 from support import vllm_trainer
 from support.raw import read_tensors
+from support.resources import copy_sizes
 from support.server import ServerProcess
 from support.vllm_trainer import TensorSource, credentials, trainer_engine
 from weightpush_client import ErrorCode, PushError, WeightPusher
@@ -121,6 +122,8 @@ def test_vllms_trainer_engine_pushes_round_after_round(
             source.tensors = read_tensors(directory)
             engine.send_weights()
             assert says(server, known[label])
+        # Nothing of what was collected is kept.
+        assert copy_sizes(server) == []
         sizes = engine.model_update_group.sizes
         assert len(sizes) == 4 * (6 if packed else len(source.tensors))
 
@@ -210,6 +213,24 @@ def test_a_source_for_vllms_engines_in_our_pusher(
     assert says(server, known["B"])
 
 
+@pytest.mark.case("C89")
+def test_no_way_to_new_weights_leaves_features_of_the_old_encoder(
+    server: ServerProcess, checkpoints: Checkpoints, known: dict[str, Known]
+) -> None:
+    """A text model has none; what counts is that every worker was asked, before the version was published."""
+
+    def emptied() -> int:
+        return server.log.read_text().count("wp_test_plugin: the encoder cache is empty")
+
+    before = emptied()
+    with trainer_engine(server.url, TensorSource(read_tensors(checkpoints.b))) as engine:
+        engine.send_weights()
+    assert emptied() == before + 1
+    push(server, checkpoints.a, "A")
+    assert emptied() == before + 2
+    assert says(server, known["A"])
+
+
 # What is refused
 
 
@@ -252,6 +273,7 @@ def test_half_a_checkpoint_is_never_served(
     status, code, message = refused(error.value)
     assert (status, code) == (422, "manifest_rejected")
     assert list(tensors)[-1] in message or "more" in message
+    assert copy_sizes(server) == []
     assert says(server, known["A"])
     with pytest.raises(requests.HTTPError) as error:
         HTTPVLLMWeightSyncClient(server.url).finish_weight_update()  # As TRL does, whatever came before.

@@ -27,6 +27,8 @@ from weightpush_server.stored import view_tensor
 #: Joins the group: settings, rank, device, seconds.
 Open = Callable[..., Communicator]
 _STOP_S: Final = 3.0
+#: Dtypes whose values mean the same without a scale.
+_CAST: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
 @dataclass
@@ -45,20 +47,24 @@ class Collection:
 
     def kept_as(self, spec: TensorSpec) -> TensorSpec:
         """Return ``spec`` as it will be kept."""
-        wanted = spec.model_copy(update={"dtype": self.dtypes.get(spec.name, spec.dtype)})
-        both_floating = spec.torch_dtype.is_floating_point and wanted.torch_dtype.is_floating_point
-        return wanted if both_floating else spec
+        wanted = self.dtypes.get(spec.name, spec.dtype)
+        return spec.model_copy(update={"dtype": wanted}) if {wanted, spec.dtype} <= _CAST else spec
+
+    def drop(self) -> None:
+        """Keep nothing, now and of what still comes."""
+        self.copy = None
 
     def take(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Keep the tensors of ``chunk``, whose bytes are ``buffer``, a 1-d uint8 tensor on any device."""
         for spec, offset in chunk.entries:
             kept = self.kept_as(spec)
             self.specs[spec.name] = kept
-            if self.copy is None:
+            copy = self.copy  # Another thread may drop it.
+            if copy is None:
                 continue
             tensor = view_tensor(buffer, offset, spec).to(kept.torch_dtype).cpu()
-            self.copy.digests[spec.name] = tensor_digest(tensor)
-            self.copy.add(kept, tensor.reshape(-1).view(torch.uint8))
+            copy.digests[spec.name] = tensor_digest(tensor)
+            copy.add(kept, tensor.reshape(-1).view(torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -170,8 +176,12 @@ class Transfer:
             return
         self._joined.set()
         try:
-            while not self._stopped.is_set() and (job := self._jobs.get()) is not None:
+            while not self._stopped.is_set():
+                job = self._jobs.get()
+                if job is None:
+                    break
                 self._take(job)
+                del job  # And with it what its round has collected.
                 with self._counting:
                     self._pending -= 1
         finally:

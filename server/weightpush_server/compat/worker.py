@@ -125,7 +125,15 @@ class VllmWorkerExtension(WeightPushWorkerExtension):
             layout = find_layout(state.model)
             optional = layout.optional if layout is not None else ()
             state.copies.expect(epoch, weight_version, update.copy, optional=optional)
+        collection.drop()
         return {} if update.copy is None else {"stored": update.copy.describe().model_dump_json()}
+
+    def weightpush_abandon(self, epoch: int) -> dict[str, Any]:
+        """As for any update; what its round has collected is let go of."""
+        collection = _membership(self).collection
+        if collection is not None and collection.epoch == epoch:
+            collection.drop()
+        return super().weightpush_abandon(epoch)
 
     @_rpc
     def weightpush_vllm_relabel(self, weight_version: str) -> dict[str, Any]:

@@ -117,9 +117,23 @@ def _inject_faults(file: Path) -> None:
         return finish(session)
 
     worker.finish_reload = faulty_finish
+    _tell_of_encoder_caches()
     _hold_phases(faults)
     _limit_budget(faults)
     _flip_bits(faults)
+
+
+def _tell_of_encoder_caches() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    reset = GPUModelRunner.reset_encoder_cache
+
+    @functools.wraps(reset)
+    def telling(self: Any) -> None:
+        reset(self)
+        print("wp_test_plugin: the encoder cache is empty", flush=True)
+
+    GPUModelRunner.reset_encoder_cache = telling
 
 
 def _list_routes(file: Path) -> None:
