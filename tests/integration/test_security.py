@@ -83,7 +83,7 @@ def check_rules(server: ServerProcess, checkpoints: Checkpoints, more_control: C
     known = HARMLESS | GATED
     new = {f"{method} {path}" for method, path in set(routes) - control if method != "HEAD"} - known
     assert not new, f"routes without a rule: is the model safe from {sorted(new)}? Put each on one of the lists"
-    with failed(server, checkpoints), httpx.Client(base_url=server.url, **server.how) as client:
+    with failed(server, checkpoints), httpx.Client(base_url=server.url, **server.how, timeout=60) as client:
         for method, path in sorted(routes):
             real = "GET" if method == "MOUNT" else method
             answer = client.request(real, fill(path), **({"json": {}} if real == "POST" else {}))

@@ -519,6 +519,7 @@ def test_whatever_is_sent_is_answered_as_described(
 
     def shut(case: Any, response: Any) -> None:
         assert response.status_code == 401, case.path
+        case.validate_response(response, checks=CHECKS)
 
     each_call(server, {}, shut, examples=2, paths=VLLM_PATHS)
     call(server, "/resume")

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from weightpush_protocol.errors import ErrorCode, WeightPushError
+from weightpush_protocol.errors import ErrorBody, ErrorCode, WeightPushError
 from weightpush_server.bodies import MANIFEST_BODY_S, SMALL_BODY_BYTES, SMALL_BODY_S, read_json
 from weightpush_server.compat.calls import VllmCalls, server_facts
 from weightpush_server.compat.messages import (
@@ -47,8 +47,10 @@ class VllmError(BaseModel):
 
 #: Clients of vLLM's kind repeat calls that are answered 500, 502 or 503, and none of these may be made twice.
 _NOT_AGAIN: Final = 409
+#: Answered before it is known whose client asks, so in our own shape.
+_AT_THE_DOOR: Final = frozenset({401, 429})
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
-    status: {"model": VllmError, "description": text}
+    status: {"model": ErrorBody if status in _AT_THE_DOOR else VllmError, "description": text}
     for status, text in {
         401: "no or wrong control token",
         408: "the body did not come in time",
