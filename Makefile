@@ -37,10 +37,10 @@ test-fast: setup
 test-long: setup
 	WP_TEST_LONG=1 $(BIN)/python -m pytest tests/integration/test_flat_resources.py tests/integration/test_fault_campaign.py
 
-# The recipe for TRL on TRL itself. It brings pyarrow and pandas, so that nothing else installs it.
+# The recipe for TRL, and TRL's own clients, on TRL itself. It brings pyarrow and pandas, so that nothing else installs it.
 test-trl: setup
 	$(PIP) install --no-deps trl==1.16.0 datasets==5.2.0 pandas==3.1.1 pyarrow==26.0.1 multiprocess==0.70.19 xxhash==4.1.0
-	$(BIN)/python -m pytest tests/integration/test_trl.py
+	$(BIN)/python -m pytest tests/integration/test_trl.py tests/integration/test_trl_client.py
 
 # Pushes under traffic, each with a fault at a random point; prints faults and outcomes, exit code 1 on any violation.
 # Options: make faults ARGS="--pushes 500 --seed 7 --mode direct --transport http,gloo --only kill_trainer"

@@ -516,12 +516,14 @@ class Status(_Answer):
     """``GET /reload/status``: 200 while ``serving``, else 503 with the same body.
 
     ``expects``: the ``digest`` of what ``GET /reload/manifest`` would answer; whoever has that answer need not ask.
+    ``paused``: a trainer asked for it over vLLM's own routes; requests wait until it resumes.
     """
 
     protocol: str
     instance_id: str
     state: ServerState
     serving: bool
+    paused: bool = False
     weight_version: str
     previous_version: str | None = None
     update: UpdateStatus | None = None

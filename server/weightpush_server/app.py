@@ -28,10 +28,12 @@ from weightpush_server.tokens import TOKEN_VARIABLE, TokenFile, parse_tokens, wr
 
 _MIDDLEWARE: Final = "weightpush_server.gate.WeightPushMiddleware"
 _EXTENSION: Final = "weightpush_server.worker.WeightPushWorkerExtension"
+_VLLM_EXTENSION: Final = "weightpush_server.compat.worker.VllmWorkerExtension"
 #: Formats that read a checkpoint tensor by tensor, or none at all; only these can be recorded.
 _INNER_FORMATS: Final = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "dummy")
 
 
+_OPEN_OPTION: Final = "--compat-without-token"
 _EPILOG: Final = (
     "Takes every option of `vllm serve`. weightpush's own: --control-token-file, --control-token, --weight-version, "
     "--await-weights, --reload-root, --restart-on-failure and more; see `weightpush serve --help=weightpush`, or "
@@ -67,7 +69,11 @@ def main(argv: Sequence[str]) -> None:
         own = _take_own_options(args)
         if VARIABLE not in os.environ:
             raise StartRefusedError("this is the server's own process; start it with `weightpush serve`")
-        check_startable(args, authenticated=own.token is not None or own.token_file is not None)
+        check_startable(
+            args,
+            authenticated=own.token is not None or own.token_file is not None,
+            open_routes=own.vllm_routes_open,
+        )
     except StartRefusedError as error:
         _exit(str(error))
     configure_logging_from_args(args)
@@ -152,6 +158,18 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
         "its. Repeat it for several; give all servers the same list.",
     )
     group.add_argument(
+        "--compat",
+        choices=["vllm"],
+        help="Serve other control routes as well. vllm: those of vLLM's own weight transfer (/update_weights, /pause, "
+        "...), for trainers that were written for them; each of their updates goes through the same checks.",
+    )
+    group.add_argument(
+        _OPEN_OPTION,
+        action="store_true",
+        help="Let clients that send no token call the routes of --compat: everybody on this machine can replace the "
+        "weights then. Only with --host 127.0.0.1.",
+    )
+    group.add_argument(
         RESTART_OPTION,
         type=int,
         metavar="N",
@@ -179,6 +197,8 @@ class _OwnOptions(argparse.Namespace):
     await_weights: bool = False
     reload_roots: tuple[Path, ...] = ()
     fleet_origins: tuple[str, ...] = ()
+    vllm_routes: bool = False
+    vllm_routes_open: bool = False
 
 
 def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
@@ -196,7 +216,11 @@ def _take_own_options(args: argparse.Namespace) -> _OwnOptions:
         await_weights=vars(args).pop("await_weights"),
         reload_roots=tuple(_check_root(root) for root in vars(args).pop("reload_root")),
         fleet_origins=tuple(dict.fromkeys(_check_origin(text) for text in vars(args).pop("fleet_origin"))),
+        vllm_routes=vars(args).pop("compat") == "vllm",
+        vllm_routes_open=vars(args).pop("compat_without_token"),
     )
+    if own.vllm_routes_open and not own.vllm_routes:
+        raise StartRefusedError(f"{_OPEN_OPTION} opens the routes of --compat vllm, which was not given")
     # The supervisor has taken them off the command line.
     for option, given in ((RESTART_OPTION, vars(args).pop("restart_on_failure")), (END_OPTION, args.end_with_stdin)):
         if given not in (None, False):
@@ -279,10 +303,10 @@ def is_loopback(host: str | None) -> bool:
         return False
 
 
-def check_startable(args: argparse.Namespace, *, authenticated: bool) -> None:
+def check_startable(args: argparse.Namespace, *, authenticated: bool, open_routes: bool = False) -> None:
     """Refuse what would let a request pass us by, or what we cannot record.
 
-    ``authenticated``: the control routes ask for a token.
+    ``authenticated``: the control routes ask for a token. ``open_routes``: but those of vLLM do not.
 
     Raises:
         StartRefusedError: with what to change.
@@ -296,6 +320,11 @@ def check_startable(args: argparse.Namespace, *, authenticated: bool) -> None:
         raise StartRefusedError(
             f"bound to {args.host or 'all addresses'} without a control token: anybody could replace the weights. Give "
             f"--control-token-file FILE (or {TOKEN_VARIABLE}), or bind to loopback with --host 127.0.0.1"
+        )
+    if open_routes and (args.uds or not is_loopback(args.host)):
+        raise StartRefusedError(
+            f"{_OPEN_OPTION} on {args.uds or args.host or 'all addresses'}: anybody could replace the weights. Bind to "
+            "loopback with --host 127.0.0.1, or let the clients send the token (as a password, in ~/.netrc, say)"
         )
     bypasses = {
         "--grpc": getattr(args, "grpc", False),
@@ -347,6 +376,8 @@ def prepare(args: argparse.Namespace, own: _OwnOptions, directory: RunDirectory)
         await_weights=own.await_weights,
         reload_roots=own.reload_roots,
         fleet_origins=own.fleet_origins,
+        vllm_routes=own.vllm_routes,
+        vllm_routes_open=own.vllm_routes_open,
     )
     SharedState.create(
         config.state_file,
@@ -364,7 +395,7 @@ def prepare(args: argparse.Namespace, own: _OwnOptions, directory: RunDirectory)
     if current_platform.is_cpu():
         keep_pages(os.environ)
     os.environ["VLLM_PLUGINS"] = ",".join(_plugin_names())
-    args.worker_extension_cls = _EXTENSION
+    args.worker_extension_cls = _VLLM_EXTENSION if config.vllm_routes else _EXTENSION
     # vLLM puts the last one outermost.
     args.middleware = [*args.middleware, _MIDDLEWARE]
     args.model_loader_extra_config = {

@@ -24,6 +24,8 @@ _STAGING_BUDGET: Final = "WEIGHTPUSH_STAGING_BUDGET"
 _AWAIT_WEIGHTS: Final = "WEIGHTPUSH_AWAIT_WEIGHTS"
 _RELOAD_ROOTS: Final = "WEIGHTPUSH_RELOAD_ROOTS"
 _FLEET_ORIGINS: Final = "WEIGHTPUSH_FLEET_ORIGINS"
+_VLLM_ROUTES: Final = "WEIGHTPUSH_VLLM_ROUTES"
+_VLLM_ROUTES_OPEN: Final = "WEIGHTPUSH_VLLM_ROUTES_OPEN"
 
 DEFAULT_MAX_BUCKET_BYTES: Final = 8 * 2**30
 DEFAULT_MAX_MANIFEST_BYTES: Final = 128 * 2**20
@@ -68,6 +70,10 @@ class ServerConfig:
     reload_roots: tuple[Path, ...] = ()
     #: Other servers: their status pages may read this one, and this one's page may read them.
     fleet_origins: tuple[str, ...] = ()
+    #: Serve vLLM's own weight-transfer routes, see `weightpush_server.compat`.
+    vllm_routes: bool = False
+    #: Let clients that send no token call those; only on loopback.
+    vllm_routes_open: bool = False
 
     @property
     def state_file(self) -> Path:
@@ -92,6 +98,8 @@ class ServerConfig:
         os.environ[_KEEP_PREVIOUS] = str(int(self.keep_previous))
         os.environ[_STAGING_BUDGET] = "" if self.staging_budget_bytes is None else str(self.staging_budget_bytes)
         os.environ[_AWAIT_WEIGHTS] = str(int(self.await_weights))
+        os.environ[_VLLM_ROUTES] = str(int(self.vllm_routes))
+        os.environ[_VLLM_ROUTES_OPEN] = str(int(self.vllm_routes_open))
         os.environ[_RELOAD_ROOTS] = json.dumps([str(root) for root in self.reload_roots])
         os.environ[_FLEET_ORIGINS] = json.dumps(self.fleet_origins)
 
@@ -117,4 +125,6 @@ class ServerConfig:
             await_weights=os.environ[_AWAIT_WEIGHTS] == "1",
             reload_roots=tuple(Path(root) for root in json.loads(os.environ[_RELOAD_ROOTS])),
             fleet_origins=tuple(json.loads(os.environ[_FLEET_ORIGINS])),
+            vllm_routes=os.environ[_VLLM_ROUTES] == "1",
+            vllm_routes_open=os.environ[_VLLM_ROUTES_OPEN] == "1",
         )

@@ -24,6 +24,15 @@ from weightpush_server.watch import Watchdog
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
+    from weightpush_server.compat.calls import VllmCalls
+
+
+def vllm_paths() -> frozenset[str]:
+    """Return the paths of the routes that ``--compat vllm`` adds."""
+    from weightpush_server.compat.router import VLLM_PATHS
+
+    return VLLM_PATHS
+
 
 class ServerContext:
     """Made when the routes are attached; complete once the engine is known."""
@@ -40,7 +49,12 @@ class ServerContext:
         self.cross_origin = CrossOrigin(config.fleet_origins)
         self.page = StatusPage(config.fleet_origins)
         self._engine: Engine | None = None
+        #: Paths of vLLM's own weight-transfer routes, as far as they are served.
+        self.vllm_paths = vllm_paths() if config.vllm_routes else frozenset()
+        #: Whether those ask for no token.
+        self.vllm_open = config.vllm_routes_open
         self._coordinator: Coordinator | None = None
+        self._vllm_calls: VllmCalls | None = None
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -54,6 +68,13 @@ class ServerContext:
         """Whether vLLM has given the engine up; not before it is known."""
         return self._engine is not None and self._engine.dead
 
+    @property
+    def vllm_calls(self) -> VllmCalls:
+        """What vLLM's own routes stand on. Raises ``WeightPushError`` (``internal``) before the engine is known."""
+        if self._vllm_calls is None:
+            raise WeightPushError(ErrorCode.INTERNAL, "the engine of this server is not up yet")
+        return self._vllm_calls
+
     async def start(self, client: EngineClient) -> None:
         """Connect to the engine, let its workers introduce themselves, and start watching."""
         engine = self._engine = Engine(client, workers=self.shared.workers)
@@ -63,6 +84,10 @@ class ServerContext:
                 control.fingerprint = combine_fingerprints([worker["fingerprint"] for worker in workers])
         lifecycle = UpdateLifecycle(self.shared, engine)
         self._coordinator = Coordinator(self.shared, engine, lifecycle, self.config.reload_roots)
+        if self.config.vllm_routes:
+            from weightpush_server.compat.calls import VllmCalls
+
+            self._vllm_calls = VllmCalls(self.shared, engine, lifecycle, client.vllm_config)
         watchdog = Watchdog(self.shared, engine, lifecycle, self.gate)
         self._watching = asyncio.create_task(watchdog.run(), name="weightpush-watchdog")
         RunDirectory(self.config.run_directory).note_up()

@@ -123,6 +123,16 @@ class Engine:
                 ErrorCode.CACHE_RESET_FAILED, "the prefix cache could not be emptied: requests still hold its blocks"
             )
 
+    async def reset_prefix_cache(self, *, running: bool, connector: bool) -> bool:
+        """Empty the prefix cache and return whether that was possible: requests that run hold blocks.
+
+        ``running``: stop those first. ``connector``: the second tier of a KV connector, too.
+        """
+        emptied = await self._while_alive(
+            self._client.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+        )
+        return bool(emptied)
+
     async def label(self, weight_version: str) -> None:
         """Tell vLLM the version, for the answers of its own that carry one."""
         await self._while_alive(self._client.update_weight_version(weight_version))

@@ -7,7 +7,9 @@ is not known to leave the model alone is shut while the server does not serve.
 from __future__ import annotations
 
 import asyncio
+import base64
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 #: Seconds after which a refused client should ask again; sent only while an update runs.
 RETRY_AFTER_S: Final = 1
+#: Seconds that a request waits while a trainer pauses the server.
+HELD_S: Final = 300.0
+_HELD_LOOK_S: Final = 0.05
 STATUS_PATH: Final = "/reload/status"
 #: Control calls that one API process answers at the same time, streams of events included.
 MAX_CONTROL_CALLS: Final = 64
@@ -67,10 +72,16 @@ def route_path(scope: Scope) -> str:
     return path or "/"
 
 
-def is_control_path(path: str) -> bool:
-    """Whether ``path`` is a control route in any spelling: ``//reload``, ``/RELOAD/``, ``/./reload``."""
-    segments = [segment for segment in path.lower().split("/") if segment not in ("", ".")]
-    return bool(segments) and segments[0] == "reload"
+def is_control_path(path: str, vllm_paths: Collection[str] = ()) -> bool:
+    """Whether ``path`` is a control route in any spelling: ``//reload``, ``/RELOAD/``, ``/./reload``.
+
+    ``vllm_paths``: those of vLLM's own control routes that are served.
+    """
+    return _plain(path).split("/")[1] == "reload" or _plain(path) in vllm_paths
+
+
+def _plain(path: str) -> str:
+    return "/" + "/".join(segment for segment in path.lower().split("/") if segment not in ("", "."))
 
 
 def is_gated(method: str, path: str) -> bool:
@@ -83,10 +94,19 @@ def is_gated(method: str, path: str) -> bool:
     return not any(method == verb and pattern.fullmatch(path) for verb, pattern in _UNGATED_PATTERNS)
 
 
-def token_matches(headers: Headers, tokens: TokenFile) -> bool:
-    """Whether a request brings one of the tokens, as a bearer."""
+def token_matches(headers: Headers, tokens: TokenFile, *, basic: bool = False) -> bool:
+    """Whether a request brings one of the tokens, as a bearer; or, with ``basic``, as the password of any user."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
+    if basic and scheme.lower() == "basic":
+        return tokens.accepts(_password(given.strip()))
     return tokens.accepts(given.strip()) and scheme.lower() == "bearer"
+
+
+def _password(credentials: str) -> str:
+    try:
+        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def refusal(control: ControlRecord) -> JSONResponse:
@@ -95,12 +115,19 @@ def refusal(control: ControlRecord) -> JSONResponse:
         ErrorCode.NOT_SERVING,
         f"the server is {control.state.value}: its weights are being replaced"
         if control.update is not None
-        else f"the server is {control.state.value}: it needs a complete push; see {STATUS_PATH}",
+        else _why_closed(control),
         update_id=control.update.update_id if control.update is not None else None,
         state=control.state,
     )
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if control.update is not None else None
+    passes = control.update is not None or control.held is not None
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if passes else None
     return JSONResponse(error.body().model_dump(mode="json"), status_code=error.http_status, headers=headers)
+
+
+def _why_closed(control: ControlRecord) -> str:
+    if control.state.serving:
+        return "the server is paused by its trainer (/pause): it goes on with /resume"
+    return f"the server is {control.state.value}: it needs a complete push; see {STATUS_PATH}"
 
 
 class Gate:
@@ -112,11 +139,28 @@ class Gate:
         self._inside: set[_GatedExchange] = set()
         #: Of the bodies that come before their requests are let in.
         self.room = Room()
+        self._resuming: asyncio.Task[None] | None = None
 
     @property
     def open(self) -> bool:
-        """Whether a request that comes now would be let in."""
-        return self._shared.control().gate_open
+        """Whether a request that comes now would be let in, at once or when a pause ends."""
+        control = self._shared.control()
+        return control.gate_open or control.waits_for_resume
+
+    async def resumed(self) -> bool:
+        """Wait for the end of a pause, if there is one; return whether it is worth trying to enter again."""
+        if not self._shared.control().waits_for_resume:
+            return False
+        if self._resuming is None or self._resuming.done():
+            self._resuming = asyncio.create_task(self._until_resumed())  # One looks for all.
+        await asyncio.wait({self._resuming}, timeout=HELD_S)
+        return self._resuming.done()
+
+    async def _until_resumed(self) -> None:
+        while True:
+            if not self._shared.control().waits_for_resume:
+                return
+            await asyncio.sleep(_HELD_LOOK_S)
 
     def enter(self, exchange: _GatedExchange) -> ControlRecord | None:
         """Let a request in and return the record it came in under, or ``None`` if the gate is closed."""
@@ -201,6 +245,8 @@ class _GatedExchange:
 
     async def _enter(self) -> None:
         self.entered = self.gate.enter(self)
+        while self.entered is None and await self.gate.resumed():
+            self.entered = self.gate.enter(self)
         if self.entered is None:
             await self.refuse()
             return
@@ -264,7 +310,7 @@ class WeightPushMiddleware:
         context: ServerContext = scope["app"].state.weightpush
         method = scope.get("method", "WEBSOCKET")
         path = route_path(scope)
-        if is_control_path(path) or is_control_path(scope["path"]):
+        if any(is_control_path(name, context.vllm_paths) for name in (path, scope["path"])):
             headers = Headers(scope=scope)
             send = context.cross_origin.labelled(path, scope, send)
             if (preflight := context.cross_origin.preflight(method, path, headers)) is not None:
@@ -296,7 +342,10 @@ class WeightPushMiddleware:
         if context.tokens is None:
             # A page from anywhere, in the browser of somebody on this machine, must not push: only browsers send this.
             return method == "GET" or "origin" not in headers
-        return token_matches(headers, context.tokens)
+        vllm = _plain(path) in context.vllm_paths
+        if vllm and context.vllm_open and "origin" not in headers:
+            return True
+        return token_matches(headers, context.tokens, basic=vllm)
 
 
 def _closing(error: WeightPushError) -> JSONResponse:

@@ -216,6 +216,11 @@ class HostCopies:
             details={"needed_bytes": nbytes, "kept_bytes": held, "budget_bytes": budget},
         )
 
+    def relabel(self, weight_version: str) -> None:
+        """Call the copy of what is served ``weight_version``, if it is kept."""
+        if (served := self._kept.get(CopyRole.SERVED)) is not None:
+            self._kept[CopyRole.SERVED] = (weight_version, served[1])
+
     def start_with(self, weight_version: str, copy: HostCopy) -> None:
         """Keep what the server was started on."""
         if self.keep:

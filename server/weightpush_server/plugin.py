@@ -49,6 +49,10 @@ class WeightPushEndpoints:
         context = app.state.weightpush = ServerContext(ServerConfig.from_environment())
         app.include_router(router)
         add_metrics_route(app, context.shared, context.engine_dead)
+        if context.config.vllm_routes:
+            from weightpush_server.compat.router import router as vllm_router
+
+            app.include_router(vllm_router)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Connect to the engine."""

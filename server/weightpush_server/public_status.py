@@ -19,6 +19,7 @@ def build_status(control: ControlRecord, workers: list[WorkerRecord]) -> Status:
         instance_id=control.instance_id,
         state=control.state,
         serving=control.state.serving,
+        paused=control.held is not None,
         weight_version=control.weight_version,
         previous_version=control.previous_version,
         update=_update_status(update, workers) if update is not None else None,

@@ -27,9 +27,11 @@ from weightpush_protocol.messages import (
 )
 from weightpush_protocol.state import Event, Phase, ServerState, next_state
 
-#: What stands in the place of a transport where a kept copy lands again, or a checkpoint on the server's disk.
+#: What stands in the place of a transport where a kept copy lands again, or a checkpoint on the server's disk, and
+#: where tensors come from one of vLLM's own trainer engines.
 FROM_COPY: Final = "copy"
 FROM_DISK: Final = "disk"
+FROM_VLLM_TRAINER: Final = "vllm"
 
 #: How many ended updates are remembered, so that a repeated call learns how its update ended.
 _REMEMBERED = 8
@@ -172,6 +174,8 @@ class ControlRecord(BaseModel):
     kept: list[tuple[int, str]] = Field(default_factory=list)
     fingerprint: str | None = None
     update: UpdateRecord | None = None
+    #: A pause that a trainer asked for over vLLM's routes, and what it did to running requests.
+    held: InFlight | None = None
     last_error: LastError | None = None
     last_update: LastUpdate | None = None
     ended: list[EndedUpdate] = Field(default_factory=list)
@@ -181,7 +185,12 @@ class ControlRecord(BaseModel):
     @property
     def gate_open(self) -> bool:
         """Whether generation routes may answer."""
-        return self.state.serving
+        return self.state.serving and self.held is None
+
+    @property
+    def waits_for_resume(self) -> bool:
+        """Whether a request had better wait for the end of a pause than be refused."""
+        return self.held is not None and (self.state.serving or self.update is not None)
 
     def apply(self, event: Event) -> None:
         """Move to the next state. Raises ``IllegalTransitionError`` where the table has no such row."""

@@ -48,7 +48,8 @@ def _rpc(
         try:
             return {"ok": True, **method(self, *args, **kwargs)}
         except WeightPushError as error:
-            failure = error
+            # Without its frames, which would keep what an update holds, and each other, until the next collection.
+            failure = error.with_traceback(None)
         except Exception as error:  # noqa: BLE001 - the API process must learn what it was, by name
             details = {"exception": type(error).__name__}
             message = f"{method.__name__}: {type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ No answer is a server error, every answer is as described, and nothing changes t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import httpx
@@ -30,10 +30,14 @@ CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance,
 LEFT_OUT = {"/reload/events"}
 
 
-def describe(server: ServerProcess) -> dict[str, Any]:
-    """Return the server's own description of our routes."""
+def describe(server: ServerProcess, paths: Collection[str] | None = None) -> dict[str, Any]:
+    """Return the server's own description of the routes ``paths``, of all below ``/reload`` by default."""
     document: dict[str, Any] = httpx.get(f"{server.url}/openapi.json", **server.how).json()
-    document["paths"] = {path: item for path, item in document["paths"].items() if path.startswith("/reload")}
+    document["paths"] = {
+        path: item
+        for path, item in document["paths"].items()
+        if (path.startswith("/reload") if paths is None else path in paths)
+    }
     return document
 
 
@@ -53,9 +57,15 @@ def facts(server: ServerProcess) -> tuple[Any, ...]:
     return status["state"], status["weight_version"], status["update"], status["fingerprint"]
 
 
-def each_call(server: ServerProcess, headers: dict[str, str], look: Callable[[Any, Any], None], examples: int) -> int:
+def each_call(
+    server: ServerProcess,
+    headers: dict[str, str],
+    look: Callable[[Any, Any], None],
+    examples: int,
+    paths: Collection[str] | None = None,
+) -> int:
     """Make calls of every operation, hand each answer to ``look`` and return how many operations there were."""
-    schema = schemathesis.openapi.from_dict(describe(server))
+    schema = schemathesis.openapi.from_dict(describe(server, paths))
     operations = [result.ok() for result in schema.get_all_operations()]
     operations = [operation for operation in operations if operation.path not in LEFT_OUT]
     for operation, mode in itertools.product(operations, schemathesis.GenerationMode):

@@ -15,6 +15,7 @@ from integration.conftest import PROMPTS, Checkpoints
 from support import trainer
 from support.otlp import Collector
 from support.prometheus import scrape, value
+from support.raw import read_tensors
 from support.server import ServerProcess
 from weightpush_client import WeightPusher
 
@@ -86,6 +87,22 @@ def check_what_is_seen(server: ServerProcess, collector: Collector) -> None:
     assert log.count("event=weightpush.update_failed ") == 1
 
 
+def vllm_round(server: ServerProcess, checkpoints: Checkpoints, workers: int) -> None:
+    """Push B from vLLM's own trainer engine: all workers take part in its broadcasts, and all end where a push ends."""
+    from support.vllm_trainer import TensorSource, trainer_engine
+
+    push(server, checkpoints.b, "B", "http")
+    pushed = server.status()["fingerprint"]
+    push(server, checkpoints.a, "A", "http")
+    with trainer_engine(server.url, TensorSource(read_tensors(checkpoints.b)), workers=workers) as engine:
+        for _ in range(3):  # Calls of one round meet all API processes.
+            engine.send_weights()
+            status = server.status()
+            assert status["fingerprint"] == pushed
+            versions = {worker["weight_version"] for worker in status["workers"]}
+            assert versions == {status["weight_version"]}
+
+
 def round_trips(server: ServerProcess, checkpoints: Checkpoints, workers: int, engines: int = 1) -> None:
     """Push B and A over every transport; answers and fingerprints of one checkpoint never change, on no engine."""
     cold_a = {prompt: server.answer(prompt) for prompt in PROMPTS}
@@ -116,17 +133,20 @@ def round_trips(server: ServerProcess, checkpoints: Checkpoints, workers: int, e
 
 @pytest.mark.case("C72", "C107")
 def test_tensor_parallel_workers_each_land_their_part(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with ServerProcess(
-        checkpoints.a, ["--tensor-parallel-size", "2"], environment=environment, folder=tmp_path, executor="mp"
-    ) as server:
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "WP_TEST_VLLM_PLANE": "gloo"}
+    options = ["--tensor-parallel-size", "2", "--compat", "vllm"]
+    with ServerProcess(checkpoints.a, options, environment=environment, folder=tmp_path, executor="mp") as server:
         round_trips(server, checkpoints, workers=2)
+        vllm_round(server, checkpoints, workers=2)
 
 
 @pytest.mark.case("C72")
 def test_data_parallel_engines_all_change(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    with ServerProcess(checkpoints.a, ["--data-parallel-size", "2"], folder=tmp_path) as server:
+    options = ["--data-parallel-size", "2", "--compat", "vllm"]
+    environment = {"WP_TEST_VLLM_PLANE": "gloo"}
+    with ServerProcess(checkpoints.a, options, environment=environment, folder=tmp_path) as server:
         round_trips(server, checkpoints, workers=2, engines=2)
+        vllm_round(server, checkpoints, workers=2)
 
 
 def test_embeddings_are_gated_and_follow_the_push(checkpoints: Checkpoints, tmp_path: Path) -> None:

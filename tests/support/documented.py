@@ -82,6 +82,7 @@ RULES: Final = (
     Rule(r"weightpush serve --help", HERE),
     Rule(r"weightpush serve .*--restart-on-failure", "tests/integration/test_processes.py", "--restart-on-failure"),
     Rule(r"weightpush serve .*--fleet-origin", "tests/integration/test_page_server.py", "--fleet-origin"),
+    Rule(r"weightpush serve .*--compat", "tests/integration/test_vllm_trainer.py", "--compat"),
     Rule(r"weightpush serve .*--await-weights", "tests/integration/test_processes.py", "--await-weights"),
     Rule(r"weightpush serve ", HERE),
     # TLS wants certificates
@@ -124,6 +125,7 @@ PYTHON: Final = (
     ("README.md", "for step in range(steps)", HERE),
     ("docs/usage.md", "for step in range(steps)", HERE),
     ("docs/integrations.md", "ask_servers_for_rollouts", HERE),
+    ("docs/integrations.md", "VllmSyncClient", "tests/integration/test_vllm_trainer.py"),
     ("docs/integrations.md", "class PushedGeneration", "tests/integration/test_trl.py"),
     ("docs/integrations.md", "broadcast_to_vllm", "tests/unit/test_recipes.py"),
     ("docs/integrations.md", "class PushEngine", "tests/unit/test_recipes.py"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from unit.test_shared_state import make_update
 from weightpush_protocol.messages import InFlight
 from weightpush_protocol.state import ServerState
-from weightpush_server import held_bodies
+from weightpush_server import gate, held_bodies
 from weightpush_server.cross_origin import CrossOrigin
 from weightpush_server.gate import MAX_CONTROL_CALLS, Gate, WeightPushMiddleware, is_control_path, is_gated
 from weightpush_server.held_bodies import HeldBody, Room
@@ -36,6 +37,8 @@ class Context:
     gate: Gate
     tokens: TokenFile | None
     cross_origin: CrossOrigin = field(default_factory=CrossOrigin)
+    vllm_paths: frozenset[str] = frozenset()
+    vllm_open: bool = False
 
 
 class App:
@@ -54,6 +57,7 @@ class App:
             Route("/reload/status", self.plain, methods=["GET", "POST"]),
             Route("/reload/begin", self.generate, methods=["POST"]),
             Route("/reload/abort", self.plain, methods=["POST"]),
+            Route("/pause", self.plain, methods=["POST"]),
         ]
         self.app = Starlette(routes=routes)
         write_private(folder / "token", TOKEN)
@@ -385,3 +389,72 @@ def test_what_is_unknown_is_gated() -> None:
     for method, path in (("POST", "/invocations"), ("POST", "/v1/completions"), ("GET", "/new"), ("POST", "/health")):
         assert is_gated(method, path)
     assert is_gated("WEBSOCKET", "/v1/realtime")
+
+
+async def test_while_a_trainer_pauses_the_server_requests_wait_outside(app: App) -> None:
+    app.set_state(ServerState.SERVING, held=InFlight.KEEP)
+    waiting = [asyncio.create_task(app.client.post("/v1/completions")) for _ in range(3)]
+    await asyncio.sleep(0.2)
+    # Neither refused nor inside: an update of the paused server has nothing to wait for.
+    assert (app.calls, app.shared.in_flight(), [task.done() for task in waiting]) == (0, 0, [False] * 3)
+    app.set_state(ServerState.UPDATING, update=make_update())
+    await asyncio.sleep(0.2)
+    app.set_state(ServerState.SERVING, update=None, weight_version="v1")
+    await asyncio.sleep(0.2)
+    assert app.calls == 0
+    app.set_state(ServerState.SERVING, held=None)
+    assert [((await task).status_code, (await task).headers["X-Weight-Version"]) for task in waiting] == [
+        (200, "v1")
+    ] * 3
+
+
+async def test_who_waits_for_a_trainer_is_refused_when_its_update_fails(app: App) -> None:
+    app.set_state(ServerState.SERVING, held=InFlight.ABORT)
+    waiting = asyncio.create_task(app.client.post("/v1/completions"))
+    await asyncio.sleep(0.1)
+    app.set_state(ServerState.FAILED)
+    assert (await waiting).status_code == 503
+    # Nor does the end of a pause open anything.
+    app.set_state(ServerState.FAILED, held=None)
+    assert (await app.client.post("/v1/completions")).status_code == 503
+    assert app.calls == 0
+
+
+async def test_nobody_waits_for_ever(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "HELD_S", 0.1)
+    app.set_state(ServerState.SERVING, held=InFlight.KEEP)
+    answer = await app.client.post("/v1/completions")
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+    assert "/resume" in answer.json()["error"]["message"]
+
+
+def basic(password: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(f"trainer:{password}".encode()).decode()}
+
+
+@pytest.mark.case("C24")
+async def test_routes_of_vllm_that_are_served_are_control_routes(app: App) -> None:
+    context = app.app.state.weightpush
+    context.vllm_paths = frozenset({"/pause"})
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    for good in (bearer, basic(TOKEN)):
+        assert (await app.client.post("/pause", headers=good)).status_code == 200
+    for bad in ({}, basic("wrong"), basic(""), {"Authorization": "Basic %%%"}, {"Authorization": TOKEN}):
+        for path in ("/pause", "//pause", "/PAUSE", "/./pause/", "/pause/"):
+            answer = await app.client.post(f"http://server{path}", headers=bad)
+            assert answer.status_code == 401, (path, bad)
+    # They answer while the server does not serve; a password opens nothing else.
+    app.set_state(ServerState.FAILED)
+    assert (await app.client.post("/pause", headers=bearer)).status_code == 200
+    assert (await app.client.post("/reload/begin", headers=basic(TOKEN))).status_code == 401
+
+
+@pytest.mark.case("C24")
+async def test_routes_of_vllm_may_stand_open_but_not_to_pages_in_a_browser(app: App) -> None:
+    context = app.app.state.weightpush
+    context.vllm_paths, context.vllm_open = frozenset({"/pause"}), True
+    assert (await app.client.post("/pause")).status_code == 200
+    page = {"Origin": "http://evil.example"}
+    assert (await app.client.post("/pause", headers=page)).status_code == 401
+    assert (await app.client.post("/pause", headers={**page, **basic(TOKEN)})).status_code == 200
+    assert (await app.client.post("/reload/begin")).status_code == 401

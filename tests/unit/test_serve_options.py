@@ -217,3 +217,22 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch, d
 def test_named_plugins_stay_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "mine,weightpush")
     assert app._plugin_names() == ["mine", "weightpush", "weightpush_http"]
+
+
+def test_routes_of_vllm_are_asked_for_and_may_stand_open_on_loopback_alone() -> None:
+    parser = argparse.ArgumentParser()
+    app._add_own_options(parser)
+
+    def read(*words: str) -> app._OwnOptions:
+        return app._take_own_options(parser.parse_args(words))
+
+    own = read()
+    assert (own.vllm_routes, own.vllm_routes_open) == (False, False)
+    own = read("--compat", "vllm", "--compat-without-token")
+    assert (own.vllm_routes, own.vllm_routes_open) == (True, True)
+    with pytest.raises(app.StartRefusedError, match="--compat vllm"):
+        read("--compat-without-token")
+    app.check_startable(arguments(), authenticated=True, open_routes=True)
+    for where in ({"host": "0.0.0.0"}, {"host": None}, {"host": "gpu-7"}, {"uds": "/run/vllm.sock"}):
+        with pytest.raises(app.StartRefusedError, match="--compat-without-token"):
+            app.check_startable(arguments(**where), authenticated=True, open_routes=True)

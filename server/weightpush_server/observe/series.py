@@ -15,7 +15,7 @@ from typing import Final
 from weightpush_protocol.messages import CopyRole, UpdateMode
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_server.observe.happenings import Outcome
-from weightpush_server.records import FROM_COPY, FROM_DISK
+from weightpush_server.records import FROM_COPY, FROM_DISK, FROM_VLLM_TRAINER
 
 
 class Kind(StrEnum):
@@ -47,7 +47,7 @@ CLOSED: Final = tuple(state for state in ServerState if not state.serving)
 
 _STATES: Final = tuple(state.value for state in ServerState)
 _MODES: Final = tuple(mode.value for mode in UpdateMode)
-_TRANSPORTS: Final = ("nccl", "gloo", "shm", "http", FROM_DISK, FROM_COPY)
+_TRANSPORTS: Final = ("nccl", "gloo", "shm", "http", FROM_DISK, FROM_COPY, FROM_VLLM_TRAINER)
 #: See `weightpush_server.timing.PartSeconds`.
 _PARTS: Final = ("receive", "digest", "copy", "open", "land", "postload", "postload_early", "proof")
 

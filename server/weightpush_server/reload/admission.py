@@ -87,20 +87,20 @@ class Planner:
         problems = self._by_name(specs, partial=partial)
         kinds = {problem.kind for problem in problems}
         if kinds & _FINAL:
-            raise _rejected(problems)
+            raise rejected(problems)
         if kinds == {ProblemKind.MISSING}:
             problems = [problem for problem in problems if not self._is_idle(problem.name)]
             if problems:
-                raise _rejected(problems)
+                raise rejected(problems)
         elif kinds == {ProblemKind.UNKNOWN} and not partial:
             # All tensors of the checkpoint, and more.
-            raise _rejected(problems)
+            raise rejected(problems)
         plan = self.plan(specs)
         if kinds or self._layout.checkpoint is None:
             found = list(self._by_bytes(plan, partial=partial))
             if found:
                 # Of a wholly different model the names say more than the first loaders that raised.
-                raise _rejected(problems if len(plan.refused) >= NAMED_OFFENDERS and problems else found)
+                raise rejected(problems if len(plan.refused) >= NAMED_OFFENDERS and problems else found)
         if partial:
             written = {id(group): bytes_ for group, bytes_ in zip(self._layout.groups, plan.written, strict=True)}
             check_partial(self._layout, lambda group: written[id(group)])
@@ -223,7 +223,7 @@ class Planner:
         return required
 
 
-def _rejected(problems: Sequence[ManifestProblem]) -> WeightPushError:
+def rejected(problems: Sequence[ManifestProblem]) -> WeightPushError:
     named = name_offenders(problems)
     rest = f" and {len(problems) - len(named)} more" if len(problems) > len(named) else ""
     hint = prefix_hint(problems)

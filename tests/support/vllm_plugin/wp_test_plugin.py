@@ -3,6 +3,7 @@
 It is found through its ``dist-info`` folder, once the folder of this file is on ``PYTHONPATH``. Configured by:
 
 * ``WP_TEST_STEP_MS``: sleep this long before each step. A tiny model without it starves the API process.
+* ``WP_TEST_VLLM_PLANE=gloo``: workers meet trainers of vLLM's kind over Gloo, see ``support.gloo_plane``.
 * ``WP_TEST_FAULT_FILE``: a file that tests write faults into while the server runs, one JSON object:
   ``{"land_bucket": 3, "error": "text"}`` raises in the worker when it lands the bucket with that number (from 0),
   ``{"land_stored_once": "text"}`` raises when stored tensors have landed, ``{"close": "text"}`` raises in post-load
@@ -36,6 +37,8 @@ def register() -> None:
         return
     _done = True
     _slow_steps()
+    if os.environ.get("WP_TEST_VLLM_PLANE") == "gloo":
+        _replace_nccl()
     if "WP_TEST_FAULT_FILE" in os.environ:
         _inject_faults(Path(os.environ["WP_TEST_FAULT_FILE"]))
         _list_routes(Path(os.environ["WP_TEST_FAULT_FILE"]).with_suffix(".routes"))
@@ -55,6 +58,16 @@ def _slow_steps() -> None:
         return run(self, *args, **kwargs)
 
     GPUModelRunner.execute_model = slow
+
+
+def _replace_nccl() -> None:
+    import sys
+
+    sys.path.append(str(Path(__file__).parents[2]))
+    from support.gloo_plane import open_gloo_communicator
+    from weightpush_server.compat import nccl
+
+    nccl.open_communicator = open_gloo_communicator
 
 
 def _inject_faults(file: Path) -> None:
@@ -104,9 +117,23 @@ def _inject_faults(file: Path) -> None:
         return finish(session)
 
     worker.finish_reload = faulty_finish
+    _tell_of_encoder_caches()
     _hold_phases(faults)
     _limit_budget(faults)
     _flip_bits(faults)
+
+
+def _tell_of_encoder_caches() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    reset = GPUModelRunner.reset_encoder_cache
+
+    @functools.wraps(reset)
+    def telling(self: Any) -> None:
+        reset(self)
+        print("wp_test_plugin: the encoder cache is empty", flush=True)
+
+    GPUModelRunner.reset_encoder_cache = telling
 
 
 def _list_routes(file: Path) -> None:

@@ -11,6 +11,7 @@ mapping of name to tensor            its items, in its order; DTensors are gathe
 iterable of ``(name, tensor)``       read to its end before the push begins: the specifications must be known first.
                                      References are kept, not copies, so each tensor must keep its bytes until the
                                      push ends. A generator that refills one buffer is refused.
+object with ``metadata()``           a source as vLLM's weight-transfer engines take it, read as it is needed
 ``str`` or path                      a directory with a safetensors checkpoint, read tensor by tensor while pushing
 ==================================== ===========================================================================
 """
@@ -31,6 +32,7 @@ from weightpush_client.sources.groups import Group, group_of
 from weightpush_client.sources.modules import groups_of
 from weightpush_client.sources.peft import has_adapters, merged
 from weightpush_client.sources.pieces import Node, PieceSource
+from weightpush_client.sources.streamed import StreamedSource, is_streamed
 
 __all__ = ["CheckpointSource", "ModuleSource", "PieceSource", "TensorSource", "WeightSource", "Weights", "open_source"]
 
@@ -50,6 +52,8 @@ def open_source(weights: Weights) -> WeightSource:
         return CheckpointSource(weights)
     if isinstance(weights, nn.Module):
         return ModuleSource(weights)
+    if is_streamed(weights):
+        return StreamedSource(weights)
     if isinstance(weights, Mapping):
         return TensorSource(weights.items())
     if isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
