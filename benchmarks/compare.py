@@ -68,8 +68,9 @@ def push_parts(report: Mapping[str, Any], last: Mapping[str, Any], mode: str) ->
     """Split a push by what the trainer and the server say.
 
     ``transfer``: from the open gate of the data plane to the last landed byte (gathering, sending and, in direct mode,
-    landing go on beside each other in it). ``control``: what is left of the whole when that, opening, post-load
-    processing, proof and, in staged mode, landing are taken off: calls, rendezvous, pausing, resuming, caches.
+    landing and the post-load processing of what has landed go on beside each other in it). ``control``: what is left of
+    the whole when that, opening, the other post-load processing, proof and, in staged mode, landing are taken off:
+    calls, rendezvous, pausing, resuming, caches.
     """
     phases, worker, steps = report["phases"], last["worker_seconds"], last["phase_seconds"]
     parts = {
@@ -90,7 +91,8 @@ def push_parts(report: Mapping[str, Any], last: Mapping[str, Any], mode: str) ->
     }
     one_after_another = ["transfer", "open", "PWAL", "proof", *(["land"] if mode == "staged" else [])]
     parts |= {f"step {name}": seconds for name, seconds in steps.items()}
-    parts["control"] = max(0.0, report["seconds"] - sum(parts[name] for name in one_after_another))
+    beside = worker.get("postload_early", 0.0) if mode == "direct" else 0.0
+    parts["control"] = max(0.0, report["seconds"] + beside - sum(parts[name] for name in one_after_another))
     return parts
 
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -136,7 +135,6 @@ class Trainer:
         for pusher in self._pushers.values():
             pusher.close()
         self._pushers.clear()
-        gc.collect()
         return {}
 
     def profile(self, file: str | None) -> dict[str, Any]:

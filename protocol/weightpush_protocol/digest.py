@@ -38,7 +38,9 @@ from typing import Final
 import torch
 import xxhash
 
+from weightpush_protocol.digest_text import texts
 from weightpush_protocol.dtypes import dtype_name
+from weightpush_protocol.memory import bytes_under
 
 CHUNK_BYTES: Final = 128 * 1024
 _WORD_BYTES: Final = 8
@@ -66,8 +68,8 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         if tensor.device.type != "cpu":
             return _device_digests([tensor])[0]
         if tensor.is_contiguous() and not tensor.is_neg():
-            return _host_digest(_memory(tensor.view(-1).view(torch.uint8)))
-        hashes = [_host_hashes(_memory(run)) for run in _runs(tensor, _HOST_RUN)]
+            return _host_digest(bytes_under(tensor.view(-1).view(torch.uint8)))
+        hashes = [_host_hashes(bytes_under(run)) for run in _runs(tensor, _HOST_RUN)]
     return _digest(b"".join(hashes), tensor.numel() * tensor.element_size())
 
 
@@ -75,6 +77,15 @@ def bucket_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> l
     """Return the digests of the bytes at ``places``, pairs of offset and size, in ``buffer``, a 1-d uint8 tensor.
 
     Each is what :func:`tensor_digest` says of these bytes; all together take far fewer calls of torch.
+
+    Raises:
+        ValueError: as :func:`raw_digests`.
+    """
+    return texts(raw_digests(buffer, places))
+
+
+def raw_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> bytes:
+    """Return what :func:`bucket_digests` returns as bytes, eight for each digest.
 
     Raises:
         ValueError: ``buffer`` is something else, or a place lies beyond its end.
@@ -87,9 +98,18 @@ def bucket_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> l
     _check_byte_order()
     with torch.no_grad():
         if buffer.device.type != "cpu":
-            return _device_digests([buffer[offset : offset + nbytes] for offset, nbytes in places])
-        memory = _memory(buffer.detach())
-        return [_host_digest(memory[offset : offset + nbytes]) for offset, nbytes in places]
+            digests = _device_digests([buffer[offset : offset + nbytes] for offset, nbytes in places])
+            return bytes.fromhex("".join(digests))
+        memory = bytes_under(buffer.detach())
+    hash_of = xxhash.xxh3_64_digest
+    return b"".join(
+        [
+            hash_of(memory[offset : offset + nbytes])
+            if nbytes <= CHUNK_BYTES
+            else hash_of(_host_hashes(memory[offset : offset + nbytes]), seed=nbytes)
+            for offset, nbytes in places
+        ]
+    )
 
 
 def _check_byte_order() -> None:
@@ -105,11 +125,6 @@ def _digest(hashes: bytes, nbytes: int) -> str:
 
 
 # On a CPU
-
-
-def _memory(raw: torch.Tensor) -> memoryview:
-    """Return the memory under a contiguous 1-d uint8 tensor on the CPU."""
-    return memoryview(raw.numpy().data) if raw.numel() else memoryview(b"")
 
 
 def _host_digest(memory: memoryview) -> str:
@@ -186,8 +201,11 @@ def _device_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
             chunks += whole
         shares.append((chunks, tail, tensor.numel() * tensor.element_size()))
     hashes = _chunk_hashes(torch.cat(sums)).cpu() if sums else torch.empty(0, dtype=torch.int64)
-    whole_chunks = memoryview(hashes.numpy().byteswap().data).cast("B")
-    rest = _memory(torch.cat(tails).cpu()) if tails else memoryview(b"")
+    # Highest byte first.
+    swapped = hashes.view(torch.uint8).view(-1, _WORD_BYTES).flip(1).contiguous().view(-1)
+    whole_chunks = bytes_under(swapped)
+    left = torch.cat(tails).cpu() if tails else torch.empty(0, dtype=torch.uint8)
+    rest = bytes_under(left)
     digests = []
     chunk = end = 0
     for chunks, tail, nbytes in shares:

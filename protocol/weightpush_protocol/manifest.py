@@ -15,7 +15,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import zip_longest
 from math import prod
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, NamedTuple, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
@@ -99,6 +99,26 @@ class ManifestFacts(BaseModel):
     largest_bucket: int
 
 
+class BucketTable(NamedTuple):
+    """One bucket's tensors in the order of its specification.
+
+    ``entries``: each with its byte offset; ``names``: their names; ``places``: byte offset and size of each.
+    """
+
+    entries: tuple[tuple[TensorSpec, int], ...]
+    names: tuple[str, ...]
+    places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, entries: Sequence[tuple[TensorSpec, int]]) -> BucketTable:
+        """Return the table of ``entries``."""
+        return cls(
+            tuple(entries),
+            tuple(spec.name for spec, _ in entries),
+            tuple((offset, spec.nbytes) for spec, offset in entries),
+        )
+
+
 class Manifest(BaseModel):
     """All tensors of an update in order, and the buckets that they travel in.
 
@@ -142,14 +162,27 @@ class Manifest(BaseModel):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy, in which what was worked out of the original is worked out anew."""
         copied = super().model_copy(update=update, deep=deep)
-        for name in ("nbytes", "facts", "_sha256"):
+        for name in ("nbytes", "facts", "_sha256", "_tables"):
             copied.__dict__.pop(name, None)
         return copied
 
     def bucket_tensors(self, number: int) -> list[tuple[TensorSpec, int]]:
         """Return the tensors of bucket ``number``, each with its byte offset."""
-        bucket = self.buckets[number]
-        return [(self.tensors[index], offset) for index, offset in zip(bucket.tensors, bucket.offsets, strict=True)]
+        return list(self.table(number).entries)
+
+    def table(self, number: int) -> BucketTable:
+        """Return what bucket ``number`` holds, worked out once: pushes of one manifest ask for it again and again."""
+        table = self._tables.get(number)
+        if table is None:
+            bucket = self.buckets[number]
+            table = self._tables[number] = BucketTable.of(
+                [(self.tensors[index], offset) for index, offset in zip(bucket.tensors, bucket.offsets, strict=True)]
+            )
+        return table
+
+    @cached_property
+    def _tables(self) -> dict[int, BucketTable]:
+        return {}
 
     def digest(self) -> str:
         """Return a name for this manifest, 64 hex digits: SHA-256 of its JSON in ASCII, keys sorted, without spaces."""

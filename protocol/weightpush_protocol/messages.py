@@ -400,7 +400,8 @@ class LastUpdate(_Answer):
     """The last update that was committed.
 
     ``phase_seconds``: how long the server was in each phase. ``worker_seconds``: what its slowest worker spent on each
-    part (``receive``, ``digest``, ``copy``, ``open``, ``land``, ``postload``, ``proof``), beside each other or not.
+    part (``receive``, ``digest``, ``copy``, ``open``, ``land``, ``postload``, ``proof``), beside each other or not;
+    ``postload_early`` is the part of ``postload`` that went on while tensors landed.
     """
 
     update_id: str
@@ -460,6 +461,7 @@ class Status(_Answer):
     """``GET /reload/status``: 200 while ``serving``, else 503 with the same body.
 
     ``paused``: a trainer asked for it over vLLM's own routes; requests wait until it resumes.
+    ``expects``: the ``digest`` of what ``GET /reload/manifest`` would answer; whoever has that answer need not ask.
     """
 
     protocol: str
@@ -473,6 +475,7 @@ class Status(_Answer):
     last_error: LastError | None = None
     last_update: LastUpdate | None = None
     fingerprint: str | None = None
+    expects: str | None = None
     copies: list[CopyStatus] = Field(default_factory=list)
     workers: list[WorkerStatus] = Field(default_factory=list)
 
@@ -482,8 +485,10 @@ class ManifestAnswer(_Answer):
 
     ``optional`` tensors may be sent or left out (a tied ``lm_head``). ``tied`` names, for those of them that have no
     bytes of their own, the tensor that they must equal, since a cold start on two different ones would untie them.
+    ``digest``: a name for this answer, equal as long as nothing in it changes; the status shows it as ``expects``.
     """
 
     tensors: list[TensorSpec]
     optional: list[TensorSpec] = Field(default_factory=list)
     tied: dict[str, str] = Field(default_factory=dict)
+    digest: str | None = None

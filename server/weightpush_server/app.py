@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from weightpush_protocol.messages import INITIAL_VERSION, WeightVersion
 from weightpush_protocol.state import ServerState
 from weightpush_server.config import DEFAULT_MAX_BUCKET_BYTES, ServerConfig, StoragePolicy
+from weightpush_server.host_memory import keep_pages
 from weightpush_server.plugin import ENDPOINT_PLUGIN, GENERAL_PLUGIN
 from weightpush_server.records import ControlRecord
 from weightpush_server.rundir import VARIABLE, RunDirectory
@@ -369,6 +370,10 @@ def prepare(args: argparse.Namespace, own: _OwnOptions, directory: RunDirectory)
         ),
     )
     config.to_environment()
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        keep_pages(os.environ)
     os.environ["VLLM_PLUGINS"] = ",".join(_plugin_names())
     args.worker_extension_cls = _VLLM_EXTENSION if config.vllm_routes else _EXTENSION
     # vLLM puts the last one outermost.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.messages import FinishAnswer, FinishRequest, PrepareAnswer, PrepareRequest, UpdateMode
 from weightpush_protocol.state import Phase
-from weightpush_server.lifecycle import POLL_S, UpdateLifecycle
+from weightpush_server.lifecycle import Looks, UpdateLifecycle
 from weightpush_server.publishing import Publisher
 from weightpush_server.records import ControlRecord, UpdateRecord
 from weightpush_server.shared_state import SharedState
@@ -41,6 +39,7 @@ class Completion:
 
     async def _prepared(self, update_id: str) -> PrepareAnswer:
         """Wait for a ``prepare`` that another call or process works on."""
+        looks = Looks()
         while True:
             update = self._shared.control().active(update_id)
             if update.prepare_answer is not None:
@@ -48,7 +47,7 @@ class Completion:
             if not update.preparing:
                 finished = await self._life.committed(update_id)  # Which does all of it.
                 return PrepareAnswer(update_id=update_id, epoch=update.epoch, fingerprint=finished.fingerprint)
-            await asyncio.sleep(POLL_S)
+            await looks.pause()
 
     async def _make_ready(self, update: UpdateRecord) -> PrepareAnswer:
         fingerprint = None

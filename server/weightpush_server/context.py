@@ -12,6 +12,7 @@ from weightpush_server.coordinator import Coordinator
 from weightpush_server.engine import Engine
 from weightpush_server.gate import Gate
 from weightpush_server.lifecycle import UpdateLifecycle
+from weightpush_server.observe.listener import Listener
 from weightpush_server.publishing import combine_fingerprints
 from weightpush_server.rundir import RunDirectory
 from weightpush_server.shared_state import SharedState
@@ -37,6 +38,7 @@ class ServerContext:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.shared = SharedState(config.state_file)
+        self.shared.listener = Listener()
         self.gate = Gate(self.shared)
         #: One bucket lands while the next arrives.
         self.spool = Spool(config.spool_dir, 2 * config.max_bucket_bytes)
@@ -46,6 +48,7 @@ class ServerContext:
         self.vllm_paths = vllm_paths() if config.vllm_routes else frozenset()
         #: Whether those ask for no token.
         self.vllm_open = config.vllm_routes_open
+        self._engine: Engine | None = None
         self._coordinator: Coordinator | None = None
         self._vllm_calls: VllmCalls | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -64,9 +67,13 @@ class ServerContext:
             raise WeightPushError(ErrorCode.INTERNAL, "the engine of this server is not up yet")
         return self._vllm_calls
 
+    def engine_dead(self) -> bool:
+        """Whether vLLM has given the engine up; not before it is known."""
+        return self._engine is not None and self._engine.dead
+
     async def start(self, client: EngineClient) -> None:
         """Connect to the engine, let its workers introduce themselves, and start watching."""
-        engine = Engine(client, workers=self.shared.workers)
+        engine = self._engine = Engine(client, workers=self.shared.workers)
         workers = await engine.call("weightpush_describe")
         with self.shared.transaction() as control:
             if control.epoch == 0 and control.state.serving:

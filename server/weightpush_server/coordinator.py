@@ -23,7 +23,6 @@ from weightpush_protocol.messages import (
     KeepAnswer,
     KeepRequest,
     LastError,
-    ManifestAnswer,
     PrepareAnswer,
     PrepareRequest,
     RollbackRequest,
@@ -41,8 +40,7 @@ from weightpush_protocol.versions import mismatch
 from weightpush_server.completion import Completion
 from weightpush_server.disk_reload import DiskReloads
 from weightpush_server.engine import Engine
-from weightpush_server.lifecycle import POLL_S, UpdateLifecycle
-from weightpush_server.log import logger
+from weightpush_server.lifecycle import Looks, UpdateLifecycle
 from weightpush_server.public_status import build_status
 from weightpush_server.publishing import Publisher, combine_fingerprints
 from weightpush_server.records import ControlRecord, UpdateRecord
@@ -77,10 +75,11 @@ class Coordinator:
             control = control.model_copy(update={"state": ServerState.FAILED, "last_error": _engine_died(control)})
         return build_status(control, self._shared.worker_records())
 
-    async def manifest(self) -> ManifestAnswer:
-        """Return the checkpoint that this server expects, as its first worker knows it."""
+    async def manifest(self) -> str:
+        """Return the checkpoint that this server expects as its first worker says it: JSON of a `ManifestAnswer`."""
         answers = await self._engine.call_within(_MANIFEST_S, "weightpush_manifest")
-        return ManifestAnswer.model_validate_json(answers[0]["manifest"])
+        text: str = answers[0]["manifest"]
+        return text
 
     async def verify(self, request: VerifyRequest) -> VerifyAnswer:
         """Compare what the workers hold with the last commit, and that with a checkpoint. Generation waits meanwhile.
@@ -158,11 +157,12 @@ class Coordinator:
 
     async def _join_begin(self, update_id: str) -> BeginAnswer:
         """Wait for a ``begin`` that another process works on."""
+        looks = Looks()
         while True:
             answer = self._shared.control().active(update_id).begin_answer
             if answer is not None:
                 return answer
-            await asyncio.sleep(POLL_S)
+            await looks.pause()
 
     async def _open(self, update: UpdateRecord, body: str, request: BeginCall) -> BeginAnswer:
         update_id, epoch, deadlines = update.update_id, update.epoch, request.deadlines
@@ -190,16 +190,6 @@ class Coordinator:
                 control.stage()
             running.enter(Phase.RECEIVING)
             running.begin_answer = answer
-        logger.info(
-            "update %s to version %s began (%s): %d tensors, %d bytes, over %s, in flight %s",
-            update_id,
-            update.weight_version,
-            update.mode.value,
-            update.tensors_total,
-            update.bytes_total,
-            update.transport,
-            update.in_flight.value,
-        )
         return answer
 
     def _check_ranks(self, request: BeginCall) -> None:

@@ -82,7 +82,9 @@ class Engine:
 
     def start_pause(self, mode: PauseMode) -> asyncio.Future[None]:
         """Ask all engines to pause; the future is done when they rest. Nobody needs to wait for it."""
-        pausing = asyncio.ensure_future(self._while_alive(self._client.pause_generation(mode=mode, clear_cache=False)))
+        # Not `pause_generation`, which then sleeps 20 ms for nothing but a tidier order of events.
+        core = self._client.engine_core
+        pausing = asyncio.ensure_future(self._while_alive(core.pause_scheduler_async(mode=mode, clear_cache=False)))
         pausing.add_done_callback(swallow)
         return pausing
 

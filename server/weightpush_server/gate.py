@@ -175,6 +175,10 @@ class Gate:
         self._inside.discard(exchange)
         self._shared.set_in_flight(self._index, len(self._inside))
 
+    def refused(self, control: ControlRecord) -> None:
+        """Count a request that is answered 503 under ``control``."""
+        self._shared.count_refusal(self._index, control.state)
+
     def evict(self) -> None:
         """End every request of this process that is still inside."""
         for exchange in list(self._inside):
@@ -278,7 +282,9 @@ class _GatedExchange:
         )
 
     async def refuse(self) -> None:
-        await refusal(self.gate.control())(self.scope, self.receive, self.send)
+        control = self.gate.control()
+        self.gate.refused(control)
+        await refusal(control)(self.scope, self.receive, self.send)
 
     def evict(self) -> None:
         self.evicted = True

@@ -17,15 +17,29 @@ from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
 from weightpush_protocol.messages import CopyRole, CopyStatus, FinishAnswer
 from weightpush_protocol.state import Phase, ServerState
 from weightpush_server.engine import Engine, swallow
-from weightpush_server.log import logger
 from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord, shortened
 from weightpush_server.shared_state import SharedState
 
-POLL_S: Final = 0.005
+#: How often the shared record is looked at by whoever waits for a change in it: a tenth of the time waited so far, but
+#: within these seconds. What takes a millisecond is not waited for five, and what takes long costs next to nothing.
+_SHORTEST_POLL_S: Final = 0.0003
+_LONGEST_POLL_S: Final = 0.005
 #: Seconds that the clean-up of a failed update may delay the news of its failure.
 _CLEANUP_S: Final = 5.0
 
 _T = TypeVar("_T")
+
+
+class Looks:
+    """The pauses between looks of one wait."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    async def pause(self) -> None:
+        """Wait until the next look is due."""
+        waited = time.monotonic() - self._started
+        await asyncio.sleep(min(max(waited / 10, _SHORTEST_POLL_S), _LONGEST_POLL_S))
 
 
 class UpdateLifecycle:
@@ -88,12 +102,13 @@ class UpdateLifecycle:
         Raises:
             WeightPushError: what became of it instead.
         """
+        looks = Looks()
         while True:
             answer = self.answer(update_id)
             if answer is not None:
                 return answer
             self._shared.control().active(update_id)
-            await asyncio.sleep(POLL_S)
+            await looks.pause()
 
     @contextmanager
     def change(self, update_id: str, epoch: int | None = None) -> Iterator[tuple[ControlRecord, UpdateRecord]]:
@@ -134,6 +149,7 @@ class UpdateLifecycle:
             WeightPushError: the update ended, a worker failed, or (``code``) some were not ready within ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
+        looks = Looks()
         while True:
             update = self._shared.control().active(update_id)
             self.check_workers(update)
@@ -151,7 +167,7 @@ class UpdateLifecycle:
                     f"workers {late} were not ready within {timeout_s:g} s ({update.phase.value})",
                     details={"workers": late, "phase": update.phase.value},
                 )
-            await asyncio.sleep(POLL_S)
+            await looks.pause()
 
     def worker_error(self, update: UpdateRecord) -> WeightPushError | None:
         """Return the first error that a worker reports for ``update``."""
@@ -234,7 +250,6 @@ class UpdateLifecycle:
         with self._shared.transaction() as control:
             if control.update is None or control.update.update_id != update_id:
                 return
-            phase = control.update.phase
             control.fail(error)
             error.update_id, error.state = update_id, control.state
             copy = self.kept(CopyRole.SERVED)
@@ -242,44 +257,38 @@ class UpdateLifecycle:
             if copy is not None and self.undo is not None and not self._engine.dead:
                 # In the same step: no other update may come between.
                 undoing = control.begin_undoing(update, copy)
-        logger.warning(
-            "update %s to version %s failed while %s: %s [%s]; the server is %s",
-            update_id,
-            update.weight_version,
-            phase.value,
-            error.message,
-            error.code.value,
-            error.state.value,
-        )
         if undoing is not None and self.undo is not None:
             undo, running = self.undo, undoing
             self._start(("undo", undoing.update_id), lambda: undo(running))
 
     async def _until_undone(self, update_id: str) -> None:
         """Wait while the server goes back to the weights of before a failed update; its deadlines end that."""
+        looks = Looks()
         while True:
             running = self._shared.control().update
             if running is None or running.undoes != update_id:
                 return
-            await asyncio.sleep(POLL_S)
+            await looks.pause()
 
     async def _until_ended(self, update_id: str) -> None:
         """Wait while somebody else carries out the failure of an update."""
         deadline = time.monotonic() + 2 * _CLEANUP_S
+        looks = Looks()
         while time.monotonic() < deadline:
             update = self._shared.control().update
             if update is None or update.update_id != update_id:
                 return
-            await asyncio.sleep(POLL_S)
+            await looks.pause()
 
     async def _clean_up(self, update: UpdateRecord) -> None:
         if self._engine.dead:
             return
         # Whoever drains sees the failure, undoes its own pause and says so; two would undo each other's.
+        looks = Looks()
         while (running := self._shared.control().update) is not None and running.draining:
             if running.update_id != update.update_id:
                 return
-            await asyncio.sleep(POLL_S)
+            await looks.pause()
         if running is not None and running.written:
             # Frozen requests would hang for as long as the server is failed.
             await self._engine.pause("abort", timeout_s=_CLEANUP_S)

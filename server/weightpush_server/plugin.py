@@ -40,17 +40,19 @@ class WeightPushEndpoints:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add ``/reload``. The gate, a middleware, finds the context made here."""
+        """Add ``/reload``, and our series to ``/metrics``. The gate, a middleware, finds the context made here."""
         from weightpush_server.config import ServerConfig
         from weightpush_server.context import ServerContext
+        from weightpush_server.observe.exposition import add_metrics_route
         from weightpush_server.router import router
 
-        app.state.weightpush = ServerContext(ServerConfig.from_environment())
+        context = app.state.weightpush = ServerContext(ServerConfig.from_environment())
         app.include_router(router)
         if app.state.weightpush.config.vllm_routes:
             from weightpush_server.compat.router import router as vllm_router
 
             app.include_router(vllm_router)
+        add_metrics_route(app, context.shared, context.engine_dead)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Connect to the engine."""

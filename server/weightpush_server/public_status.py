@@ -26,9 +26,12 @@ def build_status(control: ControlRecord, workers: list[WorkerRecord]) -> Status:
         last_error=control.last_error,
         last_update=control.last_update,
         fingerprint=control.fingerprint,
+        expects=next((worker.expects for worker in workers), None),
         copies=[copy for worker in workers for copy in worker.copies],
         workers=[
-            WorkerStatus(**worker.model_dump(exclude={"epoch", "error", "connected", "progress_at", "copies"}))
+            WorkerStatus(
+                **worker.model_dump(exclude={"epoch", "error", "connected", "progress_at", "copies", "expects"})
+            )
             for worker in workers
         ],
     )

@@ -14,7 +14,6 @@ from weightpush_protocol.state import Phase
 from weightpush_server.drain import drain
 from weightpush_server.engine import Engine, swallow
 from weightpush_server.lifecycle import UpdateLifecycle
-from weightpush_server.log import logger
 from weightpush_server.records import UpdateRecord
 from weightpush_server.shared_state import SharedState
 from weightpush_server.timing import slowest
@@ -115,14 +114,6 @@ class Publisher:
         await self._engine.resume()
         with self._life.change(update_id) as (control, _):
             answer = control.commit(fingerprint=fingerprint)
-        logger.info(
-            "update %s committed version %s: %.3f s, not serving for %.3f s, fingerprint %s",
-            update_id,
-            answer.weight_version,
-            answer.seconds,
-            answer.pause_seconds,
-            fingerprint,
-        )
         settling = asyncio.ensure_future(self._engine.call("weightpush_settle"))
         settling.add_done_callback(swallow)
         await asyncio.wait({settling}, timeout=SETTLE_S)

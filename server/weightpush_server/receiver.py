@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,9 +18,10 @@ from typing import Final
 
 import torch
 
-from weightpush_protocol.digest import bucket_digests
+from weightpush_protocol.digest import raw_digests
+from weightpush_protocol.digest_text import TensorDigests, raw_of, texts
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import TensorSpec
+from weightpush_protocol.manifest import BucketTable, TensorSpec
 from weightpush_protocol.messages import BeginRequest, DigestKind, UpdateMode
 from weightpush_protocol.transports.base import BorrowingReceiver, Receiver
 from weightpush_protocol.transports.endpoints import make_receiver
@@ -46,8 +47,13 @@ class _Job:
     spool: Path | None = None
 
 
-#: Bytes, what lies where in them, and the digests that came along, by name.
-_Bucket = tuple[torch.Tensor, list[tuple[TensorSpec, int]], dict[str, str]]
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Bytes, what lies where in them, and the digests that came along, eight bytes each; none where none are used."""
+
+    buffer: torch.Tensor
+    table: BucketTable
+    digests: bytes
 
 
 class UpdateReceiver:
@@ -82,10 +88,12 @@ class UpdateReceiver:
         self._landing: Future[None] | None = None
         self._failing = threading.Lock()
         self._failed = False
+        #: What came as bodies so far: there the sender may cut as it likes.
         self._landed: set[str] = set()
         self.seconds = PartSeconds()
+        self._arrived = 0
         #: Digests of the tensors that arrived, as far as the update has any.
-        self.digests: dict[str, str] = {}
+        self.digests = TensorDigests()
         self._stopped = threading.Event()
         self._transport: Receiver | None = None
         if begin.transport.name != "http":
@@ -166,7 +174,7 @@ class UpdateReceiver:
                 job = self._jobs.get(timeout=_LOOK_S)
             except queue.Empty:
                 # Once all tensors are there, the trainer may close its end.
-                if self._transport is not None and len(self._landed) < len(self.begin.manifest.tensors):
+                if self._transport is not None and self._arrived < len(self.begin.manifest.tensors):
                     self._transport.check()
                 continue
             return None if self._stopped.is_set() else job
@@ -201,41 +209,42 @@ class UpdateReceiver:
             self._land(job, bucket)
 
     def _land(self, job: _Job, bucket: _Bucket) -> None:
-        buffer, entries, digests = bucket
+        buffer, table = bucket.buffer, bucket.table
         with self.seconds.booking("digest"):
-            self._check_digests(buffer, entries, digests)
+            self._check_digests(bucket)
         if self._copy is not None:
             with self.seconds.booking("copy"):
-                for spec, offset in entries:
-                    self._copy.add(spec, buffer[offset : offset + spec.nbytes])
+                for (spec, offset), (_, nbytes) in zip(table.entries, table.places, strict=True):
+                    self._copy.add(spec, buffer[offset : offset + nbytes])
         if not self._staged:
             shared = isinstance(self._transport, BorrowingReceiver)
             with self.seconds.booking("land"):
-                self._write(job, buffer, entries, read_only=shared)
+                self._write(job, bucket, read_only=shared)
                 if self._device.type == "cuda":
                     # Copies are queued; the buffer is reused and progress is told only when they are done.
                     torch.cuda.synchronize(self._device)
         if isinstance(self._transport, BorrowingReceiver):
             self._transport.give_back(job.bucket)
-        self._landed.update(spec.name for spec, _ in entries)
+        self._arrived += len(table.names)
+        if job.spool is not None:
+            self._landed.update(table.names)
         self._progress.advance(
             epoch=self.epoch,
             buckets=1,
-            tensors=len(entries),
-            bytes=sum(spec.nbytes for spec, _ in entries),
+            tensors=len(table.names),
+            bytes=sum(nbytes for _, nbytes in table.places),
         )
 
-    def _write(
-        self, job: _Job, buffer: torch.Tensor, entries: list[tuple[TensorSpec, int]], *, read_only: bool
-    ) -> None:
+    def _write(self, job: _Job, bucket: _Bucket, *, read_only: bool) -> None:
+        buffer, entries = bucket.buffer, bucket.table.entries
         if job.spool is None:
-            bucket = self.begin.manifest.buckets[job.bucket]
-            self.session.land_bucket(buffer, bucket, entries, check_wanted=self._check_wanted, read_only=read_only)
+            spec = self.begin.manifest.buckets[job.bucket]
+            self.session.land_bucket(buffer, spec, entries, check_wanted=self._check_wanted, read_only=read_only)
             return
         self.session.land(self._until_stopped(buffer, entries), read_only=read_only)
 
     def _until_stopped(
-        self, buffer: torch.Tensor, entries: list[tuple[TensorSpec, int]]
+        self, buffer: torch.Tensor, entries: Sequence[tuple[TensorSpec, int]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a bucket's tensors for landing, but none any more once the update was given up."""
         for spec, offset in entries:
@@ -250,13 +259,12 @@ class UpdateReceiver:
         assert self._transport is not None  # A collective job is only made for a collective transport.
         manifest = self.begin.manifest
         nbytes, timeout_s = manifest.buckets[job.bucket].nbytes, self.begin.deadlines.bucket_s
+        table = manifest.table(job.bucket)
         if isinstance(self._transport, BorrowingReceiver):
-            entries = manifest.bucket_tensors(job.bucket)
             # It was announced before the trainer began to gather it, which may take as long as its lease.
             timeout_s = max(timeout_s, self.begin.deadlines.lease_s)
-            frame = self._transport.borrow(job.bucket, frame_bytes(nbytes, len(entries)), timeout_s)
-            digests = read_digests(frame, nbytes, len(entries))
-            return frame[:nbytes], entries, dict(zip((spec.name for spec, _ in entries), digests, strict=True))
+            frame = self._transport.borrow(job.bucket, frame_bytes(nbytes, len(table.names)), timeout_s)
+            return _Bucket(frame[:nbytes], table, read_digests(frame, nbytes, len(table.names)))
         turn = self._received % 2
         if turn == len(self._buffers):
             largest = max(bucket.nbytes for bucket in manifest.buckets)
@@ -265,7 +273,7 @@ class UpdateReceiver:
         buffer = self._buffers[turn][:nbytes]
         self._received += 1
         self._transport.receive(job.bucket, buffer, timeout_s)
-        return buffer, manifest.bucket_tensors(job.bucket), job.digests
+        return _Bucket(buffer, table, self._raw(table, job.digests))
 
     def _read_spool(self, job: _Job) -> _Bucket:
         assert job.spool is not None
@@ -276,10 +284,10 @@ class UpdateReceiver:
         if number is not None and number != job.bucket:
             message = f"bucket {number} came where bucket {job.bucket} was expected"
             raise WeightPushError(ErrorCode.BUCKET_OUT_OF_ORDER, message)
-        entries = [(spec, header.data_start + offset) for spec, offset in header.entries]
-        self._check_entries(job.bucket, [spec for spec, _ in entries])
+        self._check_entries(job.bucket, [spec for spec, _ in header.entries])
+        table = BucketTable.of([(spec, header.data_start + offset) for spec, offset in header.entries])
         buffer = raw if self._device.type == "cpu" or self._staged else raw.to(self._device)
-        return buffer, entries, digests
+        return _Bucket(buffer, table, self._raw(table, digests))
 
     def _check_entries(self, number: int, specs: list[TensorSpec]) -> None:
         """Compare what a body holds with what the manifest promised."""
@@ -307,22 +315,28 @@ class UpdateReceiver:
         for spec, _ in manifest.bucket_tensors(number):
             yield spec
 
-    def _check_digests(
-        self, buffer: torch.Tensor, entries: list[tuple[TensorSpec, int]], expected: dict[str, str]
-    ) -> None:
+    def _raw(self, table: BucketTable, digests: Mapping[str, str]) -> bytes:
+        """Return the digests of a bucket's tensors as bytes, which came by name."""
+        if self.begin.digest is DigestKind.NONE:
+            return b""
+        missing = next((name for name in table.names if name not in digests), None)
+        if missing is not None:
+            message = f"no digest came with {missing!r}; send digests, or begin with digest 'none'"
+            raise WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details={"tensor": missing})
+        return raw_of([digests[name] for name in table.names])
+
+    def _check_digests(self, bucket: _Bucket) -> None:
         if self.begin.digest is DigestKind.NONE:
             return
-        for spec, _ in entries:
-            if spec.name not in expected:
-                message = f"no digest came with {spec.name!r}; send digests, or begin with digest 'none'"
-                raise WeightPushError(ErrorCode.DIGEST_MISMATCH, message, details={"tensor": spec.name})
+        table, expected = bucket.table, bucket.digests
         # Only one worker's bytes of a staged update ever land.
         if self._copy is not None or not self._staged:
-            found = bucket_digests(buffer, [(offset, spec.nbytes) for spec, offset in entries])
-            for (spec, _), digest in zip(entries, found, strict=True):
-                if digest != expected[spec.name]:
-                    raise _changed(spec.name, digest, expected[spec.name])
-        self.digests.update({spec.name: expected[spec.name] for spec, _ in entries})
+            found = raw_digests(bucket.buffer, table.places)
+            if found != expected:
+                for name, given, wanted in zip(table.names, texts(found), texts(expected), strict=True):
+                    if given != wanted:
+                        raise _changed(name, given, wanted)
+        self.digests.add(table.names, expected)
 
 
 def _changed(name: str, found: str, expected: str) -> WeightPushError:

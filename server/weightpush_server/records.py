@@ -27,9 +27,11 @@ from weightpush_protocol.messages import (
 )
 from weightpush_protocol.state import Event, Phase, ServerState, next_state
 
-#: What stands in the place of a transport where a kept copy lands again, or a checkpoint on the server's disk.
+#: What stands in the place of a transport where a kept copy lands again, a checkpoint on the server's disk, or what a
+#: trainer sends over vLLM's own routes.
 FROM_COPY: Final = "copy"
 FROM_DISK: Final = "disk"
+FROM_VLLM_TRAINER: Final = "vllm"
 
 #: How many ended updates are remembered, so that a repeated call learns how its update ended.
 _REMEMBERED = 8
@@ -441,6 +443,8 @@ class WorkerRecord(BaseModel):
     tainted: bool = False
     self_check: str | None = None
     reload_refused: ErrorDetail | None = None
+    #: Digest of the checkpoint that its model expects, see ``expected``.
+    expects: str | None = None
     epoch: int = 0
     connected: bool = False
     buckets_done: int = 0

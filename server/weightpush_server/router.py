@@ -115,7 +115,7 @@ async def status(request: Request) -> Response:
 @router.get("/manifest", responses=responses(ManifestAnswer))
 async def manifest(request: Request) -> Response:
     """Names, dtypes and shapes of the checkpoint that this server expects."""
-    return _json(await _context(request).coordinator.manifest())
+    return Response(await _context(request).coordinator.manifest(), media_type="application/json")
 
 
 @router.post("/verify", responses=responses(VerifyAnswer), openapi_extra=json_body(VerifyRequest))

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightpush_server.reload import ReloadProof
 
 
 class PartSeconds:
@@ -12,7 +16,7 @@ class PartSeconds:
 
     ``receive``: waiting for a bucket and taking it off the transport. ``digest``: hashing what came. ``copy``: putting
     it into a host copy. ``open``: giving the model its checkpoint layout back. ``land``: copying into it. ``postload``
-    and ``proof``: what closing did.
+    and ``proof``: what closing did. ``postload_early``: the part of ``postload`` that was done while tensors landed.
     """
 
     def __init__(self) -> None:
@@ -30,6 +34,17 @@ class PartSeconds:
     def add(self, part: str, seconds: float) -> None:
         """Add ``seconds`` to ``part``."""
         self.spent[part] = self.spent.get(part, 0.0) + seconds
+
+    def with_closing(self, proof: ReloadProof) -> dict[str, float]:
+        """Return all parts, with those of ``proof``; what modules took that were closed on the way was no landing."""
+        early = proof.seconds_early
+        return {
+            **self.spent,
+            "land": self.spent.get("land", 0.0) - early,
+            "postload": proof.seconds_postload,
+            "postload_early": early,
+            "proof": proof.seconds_proof,
+        }
 
 
 def slowest(workers: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -9,8 +9,9 @@ server serves that checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pydantic import BaseModel, Field
 from torch import nn
@@ -45,8 +46,14 @@ class WorkerReport(BaseModel):
 class _Landed:
     """Checkpoint tensors that the served weights were made of, and the digests that are known here."""
 
-    specs: dict[str, TensorSpec]
-    digests: dict[str, str]
+    #: What they are; by name only where somebody asks.
+    given: Collection[TensorSpec]
+    digests: Mapping[str, str]
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The tensors by name."""
+        return {spec.name: spec for spec in self.given}
 
 
 class ServedModel:
@@ -57,7 +64,7 @@ class ServedModel:
         layout = find_layout(model)
         checkpoint = layout.checkpoint if layout is not None else None
         digests = dict(layout.digests) if layout is not None else {}
-        self._landed = _Landed({spec.name: spec for spec in checkpoint or ()}, digests)
+        self._landed = _Landed(checkpoint or (), digests)
         self._prints = tensor_prints(model)
 
     @property
@@ -68,22 +75,23 @@ class ServedModel:
     def commit(
         self,
         prints: Mapping[str, TensorPrint],
-        specs: Iterable[TensorSpec],
+        specs: Collection[TensorSpec],
         digests: Mapping[str, str],
         *,
         partial: bool = False,
     ) -> None:
         """Remember a committed update: its prints, the tensors that it brought, and their digests as far as known.
 
-        ``partial``: the tensors that it did not bring are those of before.
+        ``partial``: the tensors that it did not bring are those of before. Neither ``specs`` nor ``digests`` may change
+        later.
         """
-        new = {spec.name: spec for spec in specs}
         self._prints = dict(prints)
         if not partial:
-            self._landed = _Landed(new, dict(digests))
+            self._landed = _Landed(specs, digests)
             return
+        new = {spec.name: spec for spec in specs}
         kept = {name: digest for name, digest in self._landed.digests.items() if name not in new}
-        self._landed = _Landed({**self._landed.specs, **new}, {**kept, **digests})
+        self._landed = _Landed(tuple({**self._landed.specs, **new}.values()), {**kept, **digests})
 
     def report(self, model: nn.Module, request: VerifyRequest, *, rank: int, weight_version: str) -> WorkerReport:
         """Look at ``model`` as it is now and compare. Reads all weights once; the engine must be between two steps."""

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
-from weightpush_protocol.messages import BeginCall, BeginRequest, CopyRole, ManifestAnswer, UpdateMode, VerifyRequest
+from weightpush_protocol.messages import BeginCall, BeginRequest, CopyRole, UpdateMode, VerifyRequest
 from weightpush_protocol.transports.base import check_available
 from weightpush_protocol.transports.frames import largest_frame
 from weightpush_server.ranks import server_rank
@@ -85,19 +85,14 @@ class WeightPushWorkerExtension:
         if layout is not None:
             # The usual first begin finds its plan ready.
             state.planner().prepare()
+            state.publish_expected()
         state.publish_reloadable()
         return {"rank": state.rank, "fingerprint": state.served.fingerprint}
 
     @_rpc
     def weightpush_manifest(self) -> dict[str, Any]:
         """Return the checkpoint that this model expects."""
-        layout = _state(self).layout()
-        answer = ManifestAnswer(
-            tensors=list(layout.checkpoint or ()),
-            optional=list(layout.optional.values()),
-            tied=_state(self).planner().tied(),
-        )
-        return {"manifest": answer.model_dump_json()}
+        return {"manifest": _state(self).expected()}
 
     @_rpc
     def weightpush_facts(self, manifest_digest: str) -> dict[str, Any]:
@@ -252,7 +247,7 @@ class WeightPushWorkerExtension:
         return {
             "fingerprint": proof.fingerprint,
             "tensors": proof.tensors,
-            "seconds": {**update.seconds.spent, "postload": proof.seconds_postload, "proof": proof.seconds_proof},
+            "seconds": update.seconds.with_closing(proof),
         }
 
     @_rpc
@@ -272,14 +267,18 @@ class WeightPushWorkerExtension:
             # As vLLM does after its own reloads: adapters are loaded again when they are next asked for.
             state.worker.model_runner.reset_lora_state()
         state.progress.update(weight_version=weight_version)
+        state.publish_expected()
         state.taint(False)
-        state.drop_update()
+        state.retire_update()
         return {}
 
     @_rpc
     def weightpush_settle(self) -> dict[str, Any]:
-        """Keep the copy of what was committed last, in its place among the copies."""
-        _state(self).settle_copies()
+        """Free what the last update held, and keep the copy of what was committed, in its place among the copies."""
+        state = _state(self)
+        if state.update is None:
+            state.drop_update()
+        state.settle_copies()
         return {}
 
     @_rpc
@@ -305,7 +304,7 @@ class WeightPushWorkerExtension:
             state.needs_all = True
             state.taint(True)
             state.progress.update(weight_version=control.weight_version)
-        if state.update is not None and state.update.epoch == epoch:
+        if state.update is None or state.update.epoch == epoch:
             state.drop_update()
         state.settle_copies()
         if state.copies is not None:

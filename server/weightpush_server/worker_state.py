@@ -13,6 +13,7 @@ from weightpush_protocol.transports.base import TransportName, check_available
 from weightpush_protocol.transports.cuda_memory import gpu_id
 from weightpush_protocol.transports.shared_memory import host_id
 from weightpush_server.config import ServerConfig
+from weightpush_server.expected import ExpectedCheckpoint
 from weightpush_server.guard import TaintedGuard
 from weightpush_server.hostcopy import HostBudget, HostCopies, HostCopy
 from weightpush_server.known_manifests import KnownManifests
@@ -73,7 +74,10 @@ class WorkerState:
         #: The ``begin`` that was checked last, with its epoch.
         self.checked: tuple[int, BeginRequest] | None = None
         self.manifests = KnownManifests()
+        self._expected = ExpectedCheckpoint()
         self.update: WorkerUpdate | None = None
+        #: Committed; it only holds memory, which takes longer to give back than the commit itself.
+        self._retired: WorkerUpdate | None = None
         self.served: ServedModel | None = None
         #: Copies in host memory; one worker keeps them for its server.
         self.copies: HostCopies | None = None
@@ -112,6 +116,23 @@ class WorkerState:
             )
         return self._planner
 
+    def expected(self) -> str:
+        """Return the checkpoint that this model expects, a ``ManifestAnswer`` as JSON; publish its digest.
+
+        Raises:
+            WeightPushError: ``layout_unknown``.
+        """
+        text = self._expected.describe(self.layout(), self.planner().tied())
+        if self.progress.record.expects != self._expected.digest:
+            self.progress.update(expects=self._expected.digest)
+        return text
+
+    def publish_expected(self) -> None:
+        """Say in the shared record which checkpoint this model expects, where it expects another one than before."""
+        layout = find_layout(self.model)
+        if layout is not None and layout.checkpoint is not None and not self._expected.is_known(layout):
+            self.expected()
+
     def publish_reloadable(self) -> None:
         """Say in the shared record whether this model can take updates, and why not."""
         layout, refused = find_layout(self.model), None
@@ -128,6 +149,8 @@ class WorkerState:
         if epoch < self.epoch:
             raise self._stale(epoch)
         self.epoch = epoch
+        if self._retired is not None:
+            self.drop_update()
         self.check_quiet()  # Planning puts stand-ins in the model's place; a late landing must not meet them.
         self.settle_copies()
 
@@ -166,12 +189,16 @@ class WorkerState:
                 restores=restores,
             )
 
+    def retire_update(self) -> None:
+        """Let the update that was committed be over; ``drop_update`` frees what it holds."""
+        self._retired, self.update = self.update, None
+
     def drop_update(self) -> None:
-        if self.update is not None:
-            unfinished = self.update.stop()
+        for update in (self.update, self._retired):
+            unfinished = update.stop() if update is not None else None
             if unfinished is not None:
                 self._unfinished.append(unfinished)
-            self.update = None
+        self.update = self._retired = None
 
     def keep_start(self) -> None:
         """Keep the copy that the cold start made, if its weights are served."""

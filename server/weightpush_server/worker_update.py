@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weightpush_protocol.digest import tensor_digest
+from weightpush_protocol.digest_text import TensorDigests
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_server.hostcopy import HostCopy
@@ -39,7 +40,7 @@ class WorkerUpdate:
     session: ReloadSession | None = None
     proof: ReloadProof | None = None
     take_digests: bool = False
-    digests: dict[str, str] = field(default_factory=dict)
+    digests: TensorDigests = field(default_factory=TensorDigests)
     seconds: PartSeconds = field(default_factory=PartSeconds)
 
     @property
@@ -107,7 +108,7 @@ class WorkerUpdate:
         if digest is None and self.take_digests and is_mine:
             digest = tensor_digest(tensor)
         if digest is not None:
-            self.digests[name] = digest
+            self.digests.add((name,), bytes.fromhex(digest))
 
     def stop(self) -> UpdateReceiver | None:
         """End what goes on; return the receiver if its thread may still write."""

@@ -187,10 +187,8 @@ def test_a_push_in_many_buckets_goes_through_its_phases_once_and_says_little(
         *("closing", "resetting_caches", "publishing"),
     ]
     lines = server.log.read_text()[before:].splitlines()
-    ours = [line for line in lines if "update " in line and " version " in line]
-    assert len(ours) == 2, ours
-    assert "began" in ours[0]
-    assert "committed version B" in ours[1]
+    events = [line.partition("event=weightpush.")[2].partition(" ")[0] for line in lines if "weightpush." in line]
+    assert events == ["update_began", *["update_phase"] * len(phases), "update_committed"]
     assert sum("wp_test_plugin: post-load processing" in line for line in lines) == 1
     assert not [line for line in lines if "WARNING" in line or "ERROR" in line]
 

@@ -27,7 +27,15 @@ from support.server import ServerProcess
 #: Routes of vLLM that neither run the model nor change it: they answer also while the server does not serve.
 HARMLESS = {
     *("GET /openapi.json", "GET /docs", "GET /docs/oauth2-redirect", "GET /redoc", "GET /load", "GET /version"),
-    *("GET /kv_event_sources", "GET /health", "GET /metrics", "MOUNT /metrics", "GET /v1/models", "GET /ping"),
+    *(
+        "GET /kv_event_sources",
+        "GET /health",
+        "GET /metrics",
+        "GET /metrics/",
+        "MOUNT /metrics",
+        "GET /v1/models",
+        "GET /ping",
+    ),
     *("POST /tokenize", "POST /detokenize", "POST /ping", "POST /is_scaling_elastic_ep"),
     *("GET /v1/responses/{response_id}", "POST /v1/responses/{response_id}/cancel"),
     *("POST /v1/messages/count_tokens", "POST /inference/v1/abort_requests"),

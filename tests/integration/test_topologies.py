@@ -13,6 +13,8 @@ import pytest
 
 from integration.conftest import PROMPTS, Checkpoints
 from support import trainer
+from support.otlp import Collector
+from support.prometheus import scrape, value
 from support.raw import read_tensors
 from support.server import ServerProcess
 from weightpush_client import WeightPusher
@@ -31,7 +33,12 @@ def over_new_connections(server: ServerProcess, times: int = 24) -> list[httpx.R
 
 
 def test_two_api_processes_share_one_gate(checkpoints: Checkpoints, cold_b: dict[str, str], tmp_path: Path) -> None:
-    with ServerProcess(checkpoints.a, ["--api-server-count", "2"], folder=tmp_path) as server:
+    with (
+        Collector() as collector,
+        ServerProcess(
+            checkpoints.a, ["--api-server-count", "2"], folder=tmp_path, environment=collector.environment()
+        ) as server,
+    ):
         assert {answer.status_code for answer in over_new_connections(server)} == {200}
         process = trainer.start(
             server.url, checkpoints.b, "lost", transport="gloo", pause_at="stream:2", token=None, lease_s=30.0
@@ -48,6 +55,36 @@ def test_two_api_processes_share_one_gate(checkpoints: Checkpoints, cold_b: dict
         assert {answer.headers["X-Weight-Version"] for answer in answers} == {"B3"}
         assert {answer.json()["choices"][0]["text"] for answer in answers} == {cold_b[PROMPTS[0]][:4]}
         assert {server.status()["instance_id"] for _ in range(8)} == {server.status()["instance_id"]}
+        check_what_is_seen(server, collector)
+
+
+def check_what_is_seen(server: ServerProcess, collector: Collector) -> None:
+    """After a failed push and two in each mode every process says the same, and one of them has sent each trace."""
+    for _ in range(8):  # Over new connections.
+        page = scrape(server.url)
+        for mode in ("direct", "staged"):
+            assert value(page, "weightpush_updates_total", mode=mode, outcome="committed") == 2
+            assert value(page, "weightpush_pause_seconds_count", mode=mode) == 2
+        assert value(page, "weightpush_updates_total", mode="direct", outcome="failed") == 1
+        assert value(page, "weightpush_update_failures_total", code="transport_failed") == 1
+        assert value(page, "weightpush_gate_refusals_total", state="updating") >= 24
+        assert value(page, "weightpush_gate_refusals_total", state="failed") >= 24
+        assert value(page, "weightpush_weight_version_info", weight_version="B3") == 1
+        assert any(name.startswith("vllm:") for name, _ in page)
+    deadline = time.monotonic() + 60
+    while len(updates := [span for span in collector.spans() if span.name == "weightpush.update"]) < 5:
+        assert time.monotonic() < deadline, f"only {len(updates)} traces came"
+        time.sleep(0.1)
+    seen = [{a.key.removeprefix("weightpush."): a.value.string_value for a in span.attributes} for span in updates]
+    assert sorted((each["outcome"], each["weight_version"]) for each in seen) == [
+        *(("committed", f"B{number}") for number in range(4)),
+        ("failed", "lost"),
+    ]
+    assert len({span.trace_id for span in updates}) == 5
+    log = server.log.read_text()
+    assert log.count("event=weightpush.update_began ") == 5
+    assert log.count("event=weightpush.update_committed ") == 4
+    assert log.count("event=weightpush.update_failed ") == 1
 
 
 def vllm_round(server: ServerProcess, checkpoints: Checkpoints, workers: int) -> None:

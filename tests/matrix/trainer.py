@@ -20,6 +20,7 @@ import torch
 from weightpush_client.align import Outgoing
 from weightpush_client.sources import open_source
 from weightpush_client.stream import BucketStream, Buffers
+from weightpush_protocol.digest_text import texts
 from weightpush_protocol.manifest import build_manifest
 from weightpush_protocol.messages import BeginRequest
 from weightpush_protocol.transports.base import LendingSender, Sender
@@ -108,12 +109,13 @@ def _push(directory: str, transport: str, workers: int, buffers: Buffers) -> Non
         frames[number] = sender.lend(frame_bytes(bucket.nbytes, len(bucket.tensors)), _WAIT_S)
         return frames[number][: bucket.nbytes]
 
-    def deliver(number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
+    def deliver(number: int, buffer: torch.Tensor, digests: bytes) -> None:
         frame = frames.pop(number, None)
-        _tell(bucket=number, digests={} if frame is not None else digests)
+        named = dict(zip(manifest.table(number).names, texts(digests), strict=True)) if frame is None else {}
+        _tell(bucket=number, digests=named)
         sys.stdin.readline()
         if frame is not None:
-            write_digests(frame, buffer.numel(), list(digests.values()))
+            write_digests(frame, buffer.numel(), digests)
         sender.send(number, buffer if frame is None else frame, _WAIT_S)
 
     begin = BeginRequest(weight_version=directory, manifest=manifest, transport=sender.config)

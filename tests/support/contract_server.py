@@ -7,6 +7,7 @@ put a function before any route. Workers of a collective transport are real rece
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,7 @@ from fastapi.responses import StreamingResponse
 
 from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.digest import tensor_digest
+from weightpush_protocol.digest_text import texts
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest, ProblemKind, TensorSpec, compare_manifest
 from weightpush_protocol.messages import (
@@ -279,11 +281,15 @@ class ContractServer:
             update=None if update is None else self._update_status(update),
             last_error=self._last_error,
             last_update=self._last_update,
+            expects=self._expects(),
             workers=[
                 WorkerStatus(rank=rank, pid=1, device="cpu", weight_version=self._version, **self._described)
                 for rank in range(len(self.workers))
             ],
         )
+
+    def _expects(self) -> str:
+        return hashlib.sha256(self.manifest.model_dump_json().encode()).hexdigest()
 
     def _update_status(self, update: _Update) -> UpdateStatus:
         request = update.request
@@ -308,7 +314,8 @@ class ContractServer:
         return Response(status.model_dump_json(), 200 if status.serving else 503, media_type="application/json")
 
     async def _manifest(self, _: Request) -> Response:
-        return Response(self.manifest.model_dump_json(), media_type="application/json")
+        answer = self.manifest.model_copy(update={"digest": self._expects()})
+        return Response(answer.model_dump_json(), media_type="application/json")
 
     async def _events(self, _: Request) -> Response:
         async def events() -> AsyncIterator[str]:
@@ -428,7 +435,7 @@ class ContractServer:
                 if framed:
                     frame = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                     found = read_digests(frame, manifest.buckets[number].nbytes, len(entries))
-                    digests = dict(zip((spec.name for spec, _ in entries), found, strict=True))
+                    digests = dict(zip((spec.name for spec, _ in entries), texts(found), strict=True))
                 self._land(update, number, data, digests)
         except WeightPushError as error:
             if framed and error.code is ErrorCode.TRANSPORT_FAILED:

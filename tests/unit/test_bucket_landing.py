@@ -13,6 +13,7 @@ import torch
 
 from support.toy import CPU, Started, Tensors, checkpoint, cold_start, contents, differing
 from weightpush_protocol.digest import tensor_digest
+from weightpush_protocol.digest_text import raw_of
 from weightpush_protocol.errors import ErrorCode
 from weightpush_protocol.manifest import Manifest, TensorSpec, build_manifest
 from weightpush_protocol.messages import BeginRequest
@@ -80,7 +81,7 @@ def send(
         raw.view(spec.torch_dtype).view(spec.shape).copy_(tensors[spec.name])
         digests.append(tensor_digest(raw))
     scribble(frame)
-    write_digests(frame, nbytes, digests)
+    write_digests(frame, nbytes, raw_of(digests))
     receiver.expect(number, {})
     sender.send(number, frame, WAIT_S)
 

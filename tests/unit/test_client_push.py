@@ -624,7 +624,7 @@ def test_a_digest_that_does_not_fit_fails_the_push(
     transport: str, make_server: MakeServer, workers: list[ReceiverProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server(workers=workers)
-    monkeypatch.setattr("weightpush_client.stream.bucket_digests", lambda _, places: ["0" * 16 for _ in places])
+    monkeypatch.setattr("weightpush_client.stream.raw_digests", lambda _, places: bytes(8 * len(places)))
     error = push_fails(server, transport=transport)
     assert error.code is ErrorCode.DIGEST_MISMATCH
     # From the answer to the abort.
@@ -841,3 +841,34 @@ def test_one_server_under_two_addresses_is_found_out(make_server: MakeServer) ->
     assert refused.value.code is ErrorCode.INVALID_REQUEST
     assert "are one server" in refused.value.message
     assert "begin" not in server.calls
+
+
+def test_the_next_push_of_the_same_tensors_neither_fetches_nor_sends_a_list_of_them(make_server: MakeServer) -> None:
+    weights = {f"t{number}": torch.full((3,), float(number)) for number in range(300)}
+    server = make_server([TensorSpec.of(name, tensor) for name, tensor in weights.items()])
+    with WeightPusher(server.url, token=TOKEN, transport="http") as pusher:
+        pusher.push(weights, weight_version="v1")
+        assert [server.calls.count(call) for call in ("manifest", "begin")] == [1, 2]
+        for turn in (2, 3):
+            server.calls.clear()
+            weights = {name: tensor + 1 for name, tensor in weights.items()}
+            pusher.push(weights, weight_version=f"v{turn}")
+            assert server.calls == ["status", "begin", "stream", "finish"]
+            assert all(torch.equal(server.weights[name], tensor) for name, tensor in weights.items())
+        # The server is now another one behind the same address, or learned what it expects.
+        server.manifest.tensors[0] = TensorSpec(name="t0", dtype="bfloat16", shape=(3,))
+        server.calls.clear()
+        pusher.push(weights, weight_version="v4")
+        assert [server.calls.count(call) for call in ("manifest", "begin")] == [1, 2]
+        assert server.weights["t0"].dtype is torch.bfloat16
+
+
+def test_a_second_name_that_is_no_longer_tied_is_sent_again(make_server: MakeServer) -> None:
+    server = make_server([TensorSpec(name="embedding", dtype="float32", shape=(4,))])
+    tied = torch.arange(4.0)
+    with WeightPusher(server.url, token=TOKEN, transport="http") as pusher:
+        for turn in range(2):
+            pusher.push({"embedding": tied, "head": tied}, weight_version=f"v{turn}")
+            assert list(server.weights) == ["embedding"]
+        with pytest.raises(PushError, match="head"):
+            pusher.push({"embedding": tied, "head": tied.clone()}, weight_version="v3")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch import nn
 
 from support.toy import CPU, DTYPE, Started, Tensors, cold_start, configuration, contents, differing, land
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import TensorSpec
+from weightpush_protocol.manifest import TensorSpec, build_manifest
 from weightpush_server.config import StoragePolicy
-from weightpush_server.reload import Planner, finish_reload
+from weightpush_server.known_manifests import KnownManifests
+from weightpush_server.reload import Planner, admission, finish_reload, landing, plan
 from weightpush_server.ways import Way, summarise
 
 ROWS, WIDTH, LAYERS = 4, 8, 3
@@ -171,3 +173,35 @@ def test_of_several_ranks_the_slowest_way_of_a_tensor_counts() -> None:
     assert [*Way] == ["n", "p", "s", "l"]
     with pytest.raises(ValueError, match="expected 6"):
         summarise(6, 600, ["nppsln", "nppsl"])
+
+
+def test_a_manifest_that_was_admitted_is_neither_planned_nor_compared_again(
+    live: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = Planner(live.model, live.layout, vllm_config=live.vllm_config, device=CPU)
+    tensors = separate()
+    manifest = build_manifest([TensorSpec.of(name, tensor) for name, tensor in tensors.items()], 100)
+    known = KnownManifests()
+    calls: list[str] = []
+
+    def counted(name: str, real: Callable[..., object], *args: object, **options: object) -> object:
+        calls.append(name)
+        return real(*args, **options)
+
+    counting = ((plan, "make_plan"), (plan, "make_batch"), (admission, "compare_manifest"), (landing, "_ways"))
+    for module, name in counting:
+        monkeypatch.setattr(module, name, partial(counted, name, getattr(module, name)))
+
+    def begin(specs: tuple[TensorSpec, ...]) -> None:
+        admitted = planner.admit(specs)
+        landing.foresee_ways(live.layout, admitted, specs)
+        for number, bucket in enumerate(manifest.buckets):
+            admitted.batch(bucket, manifest.table(number).entries)
+
+    begin(manifest.tensors)
+    known.keep(manifest, 1000)
+    assert sorted(set(calls)) == ["_ways", "compare_manifest", "make_batch", "make_plan"]
+    calls.clear()
+    for _ in range(2):
+        begin(known.find(manifest.digest()).tensors)
+    assert calls == []

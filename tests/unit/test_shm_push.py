@@ -191,7 +191,7 @@ def test_the_memory_is_kept_until_the_pusher_closes_and_never_after_a_failure(
             assert shared_memory() - before == {kept}
         assert arrived(server, make_weights(2))
         with monkeypatch.context() as patch:
-            patch.setattr("weightpush_client.stream.bucket_digests", lambda _, places: ["0" * 16 for _ in places])
+            patch.setattr("weightpush_client.stream.raw_digests", lambda _, places: bytes(8 * len(places)))
             with pytest.raises(PushError):
                 pusher.push(make_weights(), weight_version="v3")
         gc.collect()

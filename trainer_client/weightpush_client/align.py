@@ -81,6 +81,8 @@ def check_tied(source: WeightSource, outgoing: Sequence[Outgoing], tied: Mapping
     Raises:
         WeightPushError: ``weights_rejected``: they differ. A server would only find out when all bytes have landed.
     """
+    if not tied:
+        return
     sent = {item.sent.name: item for item in outgoing}
     for name, twin in tied.items():
         if name not in sent or twin not in sent or sent[name].sent.shape != sent[twin].sent.shape:
@@ -105,7 +107,7 @@ def agreed_manifest(manifests: Sequence[tuple[str, ManifestAnswer]]) -> Manifest
         WeightPushError: ``manifest_rejected``: two servers expect different checkpoints; the first difference is named.
     """
     for other in manifests[1:]:
-        if (error := _difference(manifests[0], other)) is not None:
+        if other[1] is not manifests[0][1] and (error := _difference(manifests[0], other)) is not None:
             raise error
     return manifests[0][1]
 
@@ -135,7 +137,7 @@ def majority(manifests: Sequence[tuple[str, ManifestAnswer]]) -> tuple[ManifestA
     alike: list[list[tuple[str, ManifestAnswer]]] = []
     for pair in manifests:
         for group in alike:
-            if _difference(group[0], pair) is None:
+            if group[0][1] is pair[1] or _difference(group[0], pair) is None:
                 group.append(pair)
                 break
         else:

@@ -37,7 +37,7 @@ class LastPush:
     ) -> LastPush:
         """Return what was pushed last once ``digests`` were pushed, too; a partial push changes some of ``before``."""
         if not partial:
-            return cls(weight_version, dict(digests), True, dict(fingerprints))
+            return cls(weight_version, digests, True, dict(fingerprints))
         kept = before.digests if before is not None else {}
         complete = before is not None and before.complete
         return cls(weight_version, {**kept, **digests}, complete, dict(fingerprints))

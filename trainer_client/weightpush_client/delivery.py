@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +19,10 @@ from weightpush_client.loop import CallScope
 from weightpush_client.policy import LOST_SERVERS
 from weightpush_client.report import PushError
 from weightpush_client.transport import Link
+from weightpush_protocol.digest_text import texts
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest
+from weightpush_protocol.memory import bytes_under
 from weightpush_protocol.messages import Status, StreamRequest
 from weightpush_protocol.transports.base import LendingSender, Sender
 from weightpush_protocol.transports.frames import frame_bytes, write_digests
@@ -124,8 +125,8 @@ class Delivery:
         self._frames[number] = frame
         return frame[: bucket.nbytes]
 
-    def __call__(self, number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
-        """Return when bucket ``number`` was delivered to all.
+    def __call__(self, number: int, buffer: torch.Tensor, digests: bytes) -> None:
+        """Return when bucket ``number`` was delivered to all; ``digests``: eight bytes for each of its tensors.
 
         Raises:
             PushError: a server refused it, or what it says about a transport that failed.
@@ -137,7 +138,7 @@ class Delivery:
         def send(way: _Way) -> None:
             link, fleet, update = way
             if link.sender is None:
-                deliver_by_body(fleet, update, self._manifest, number, host, digests)
+                deliver_by_body(fleet, update, self._manifest, number, host, self._named(number, digests))
                 return
             try:
                 if isinstance(link.sender, LendingSender):
@@ -145,9 +146,8 @@ class Delivery:
                         self._lend(way, number)
                     deliver_by_sharing(fleet, update, link.sender, self._frames.pop(number), number, host, digests)
                     return
-                deliver_by_broadcast(
-                    fleet, update, link.sender, number, buffer if link.name == "nccl" else host, digests
-                )
+                named = self._named(number, digests)
+                deliver_by_broadcast(fleet, update, link.sender, number, buffer if link.name == "nccl" else host, named)
             except WeightPushError as error:
                 link.note_lost(error)
                 raise
@@ -163,6 +163,10 @@ class Delivery:
                 if running:
                     self._interrupt()
                 raise failure
+
+    def _named(self, number: int, digests: bytes) -> dict[str, str]:
+        """Return the digests of bucket ``number`` by name, as they go over HTTP."""
+        return dict(zip(self._manifest.table(number).names, texts(digests), strict=True)) if digests else {}
 
 
 def _with_reason(error: WeightPushError, fleet: Fleet, update: OpenUpdate) -> WeightPushError:
@@ -211,7 +215,7 @@ def deliver_by_sharing(
     frame: torch.Tensor,
     number: int,
     buffer: torch.Tensor,
-    digests: dict[str, str],
+    digests: bytes,
 ) -> None:
     """Show bucket ``number``, which was announced, to all workers in ``frame``, where it may lie already.
 
@@ -222,12 +226,12 @@ def deliver_by_sharing(
     nbytes = buffer.numel()
     if buffer.data_ptr() != frame.data_ptr():
         frame[:nbytes].copy_(buffer)
-    write_digests(frame, nbytes, list(digests.values()))
+    write_digests(frame, nbytes, digests)
     if frame.is_cuda:
         # Workers are told over a socket, which knows nothing of a GPU's queue.
         torch.cuda.current_stream(frame.device).synchronize()
     try:
-        sender.send(number, frame[: frame_bytes(nbytes, len(digests))], update.bucket_s)
+        sender.send(number, frame, update.bucket_s)
     except WeightPushError as error:
         raise _with_reason(error, fleet, update) from error
 
@@ -262,7 +266,7 @@ def deliver_by_body(
         PushError: a server refused it, or broke off.
     """
     header = encode_header(manifest.bucket_tensors(number), digests_to_metadata(number, digests))
-    parts = (header, _bytes_of(buffer))
+    parts = (header, bytes_under(buffer))
     try:
         fleet.call(
             lambda index, server: server.send_body(
@@ -300,11 +304,3 @@ def servers_reason(fleet: Fleet, update_id: str, scope: CallScope) -> PushError 
             return None
         time.sleep(_POLL_S)
     return None
-
-
-def _bytes_of(buffer: torch.Tensor) -> memoryview:
-    # torch has no buffer protocol of its own, and numpy need not be there. The view keeps no reference:
-    # the caller holds the buffer until the call returns.
-    if buffer.numel() == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr())).cast("B")

@@ -25,6 +25,7 @@ from weightpush_client.loop import CallScope
 from weightpush_client.membership import Membership, Urls
 from weightpush_client.names import Names, RenamedSource
 from weightpush_client.policy import OnServerFailure
+from weightpush_client.preparation import Preparation
 from weightpush_client.pushing import Push, PushSettings, Wish
 from weightpush_client.report import ProgressCallback, PushError, PushReport
 from weightpush_client.sources import Weights, WeightSource, open_source
@@ -150,6 +151,7 @@ class WeightPusher:
                 urls, token=ControlToken(token, token_file), trust_env=trust_env, verify=Tls(verify, client_cert)
             )
         self._buffers = Buffers()
+        self._preparation = Preparation()
         self._turns = Turns()
         self._last: LastPush | None = None
         self._background: PushHandle | None = None
@@ -379,7 +381,7 @@ class WeightPusher:
                     lambda source: self._push_source(source, wish),
                     self._settings.bucket_bytes // 2,
                 )
-            source = open_source(weights)
+            source = self._preparation.sources.open(weights)
             if source.ranks > 1:
                 raise PushError(
                     ErrorCode.WEIGHTS_REJECTED,
@@ -394,7 +396,7 @@ class WeightPusher:
     def _push_source(self, source: WeightSource, wish: Wish) -> PushReport:
         names = self._settings.names
         with self._membership.present() as fleet:
-            report, self._last = Push(self._settings, fleet, wish, self._buffers).run(
+            report, self._last = Push(self._settings, fleet, wish, self._buffers, self._preparation).run(
                 source if names is None else RenamedSource(source, names)
             )
         return report

@@ -12,14 +12,16 @@ from typing import Final
 
 import torch
 
-from weightpush_client.align import Outgoing, agreed_manifest, align, check_tied, majority
+from weightpush_client.align import Outgoing, agreed_manifest, check_tied, majority
 from weightpush_client.background import Stop
 from weightpush_client.catch_up import LastPush, catch_up_target, stale_for_partial
 from weightpush_client.digests import digests_of
 from weightpush_client.failures import arguments_checked
 from weightpush_client.fleet import Call, Fleet, T
+from weightpush_client.http import ServerApi
 from weightpush_client.names import Names
 from weightpush_client.policy import OnServerFailure, Witness, culprits, lost_by_silence, suspects
+from weightpush_client.preparation import Preparation
 from weightpush_client.report import (
     ExcludedServer,
     PhaseSeconds,
@@ -36,7 +38,7 @@ from weightpush_client.transport import Transports, workerless
 from weightpush_client.update import Update
 from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import Manifest, build_manifest
+from weightpush_protocol.manifest import Manifest
 from weightpush_protocol.messages import (
     BeginRequest,
     Deadlines,
@@ -94,7 +96,10 @@ class Wish:
 class Push:
     """Carries out ``wish`` on the servers of ``fleet``."""
 
-    def __init__(self, settings: PushSettings, fleet: Fleet, wish: Wish, buffers: Buffers) -> None:
+    def __init__(
+        self, settings: PushSettings, fleet: Fleet, wish: Wish, buffers: Buffers, preparation: Preparation
+    ) -> None:
+        self._preparation = preparation
         self._settings = settings
         self._fleet = fleet
         self._wish = wish
@@ -145,7 +150,7 @@ class Push:
                     update.begin()
                     with update.waiting():
                         self._check_bases()
-                    update.stream(source, outgoing, device, self._buffers)
+                    update.stream(source, outgoing, device, self._buffers, self._preparation.programs)
                     if self._wish.catches_up and self._wish.last is not None:
                         # They may have changed since they were looked at.
                         self._wish.last.check_same(update.digests)
@@ -257,9 +262,9 @@ class Push:
 
     # what is sent
 
-    def _plan(self, source: WeightSource, transports: Transports) -> tuple[list[Outgoing], Manifest]:
+    def _plan(self, source: WeightSource, transports: Transports) -> tuple[Sequence[Outgoing], Manifest]:
         expected = self._expected()
-        outgoing = align(source, expected)
+        outgoing = self._preparation.outgoing(source, expected)
         check_tied(source, outgoing, expected.tied)
         if self._wish.catches_up and self._wish.last is not None:
             self._wish.last.check_same(digests_of(source, outgoing))
@@ -267,11 +272,17 @@ class Push:
         bucket_bytes = transports.bucket_bytes(transports.names(self._statuses), self._settings.bucket_bytes)
         if source.ranks > 1:
             bucket_bytes = max(1, bucket_bytes // 2)
-        return outgoing, build_manifest((item.sent for item in outgoing), bucket_bytes)
+        return outgoing, self._preparation.manifest(outgoing, bucket_bytes)
 
     def _expected(self) -> ManifestAnswer:
         """Return the checkpoint that all who take part expect."""
-        manifests = self._ask(lambda _, server: server.manifest())
+        known = [self._preparation.checkpoint(status.expects) for status in self._statuses]
+
+        async def manifest(place: int, server: ServerApi) -> ManifestAnswer:
+            return known[place] or self._preparation.learn(await server.manifest())
+
+        # Who has said it before, and says that it is still so, need not be asked.
+        manifests = [one for one in known if one is not None] if all(known) else self._ask(manifest)
         pairs = list(zip(self._fleet.urls, manifests, strict=True))
         if not self._excludes:
             return agreed_manifest(pairs)

@@ -7,13 +7,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Final
 
 import torch
 
 from weightpush_client.align import Outgoing
+from weightpush_client.copies import Programs
+from weightpush_client.gathering import AtOnce, Gatherer, OneByOne
 from weightpush_client.sources import WeightSource
-from weightpush_protocol.digest import bucket_digests
+from weightpush_client.sources.resident import ResidentSource
+from weightpush_protocol.digest import raw_digests
+from weightpush_protocol.digest_text import TensorDigests
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest
 from weightpush_protocol.messages import DigestKind
@@ -22,10 +25,8 @@ from weightpush_protocol.transports.shared_memory import SharedBuffers, ShownBuf
 
 #: Returns a buffer for the bucket of that number, once nobody reads what was there before.
 Lend = Callable[[int], torch.Tensor]
-#: Sends bucket ``number``: its bytes as a 1-d uint8 tensor, and the digests of its tensors by name.
-Deliver = Callable[[int, torch.Tensor, dict[str, str]], None]
-#: So much is hashed while it is still in the processor's cache, of the second level.
-_CACHED_BYTES: Final = 512 * 1024
+#: Sends bucket ``number``: its bytes as a 1-d uint8 tensor, and the digests of its tensors, eight bytes each.
+Deliver = Callable[[int, torch.Tensor, bytes], None]
 
 
 @dataclass(slots=True)
@@ -110,34 +111,12 @@ class Buffers:
             self._shared = None
 
 
-class _Digests:
-    """Digests of the tensors in ``buffer``, taken of several at a time: a call costs more than a small tensor."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
-        self._waiting: list[tuple[str, tuple[int, int]]] = []
-        self._nbytes = 0
-        self.taken: dict[str, str] = {}
-
-    def add(self, name: str, offset: int, nbytes: int) -> int:
-        """Note a tensor that is there now; return how many bytes wait in memory that the processor's cache holds."""
-        self._waiting.append((name, (offset, nbytes)))
-        self._nbytes += nbytes
-        # A GPU copies later than it is told to.
-        return 0 if self._buffer.is_cuda else self._nbytes
-
-    def take(self) -> None:
-        """Take the digests of those that wait."""
-        found = bucket_digests(self._buffer, [place for _, place in self._waiting])
-        self.taken.update(zip((name for name, _ in self._waiting), found, strict=True))
-        self._waiting, self._nbytes = [], 0
-
-
 class BucketStream:
     """Sends all buckets of ``manifest``, which describes ``outgoing`` in the same order.
 
     The source is read in the calling thread; ``deliver`` runs in one other thread, one bucket at a time. Two of
     ``buffers`` of the largest bucket on ``device`` are all the memory that it takes, or what ``lend`` returns.
+    ``programs`` are the pusher's.
     ``interrupt`` must make a running ``deliver`` or ``lend`` raise soon; ``delivered`` is called in the calling thread
     after each bucket.
     """
@@ -155,7 +134,9 @@ class BucketStream:
         device: torch.device,
         buffers: Buffers,
         lend: Lend | None = None,
+        programs: Programs | None = None,
     ) -> None:
+        self._programs = programs or Programs()
         self._source = source
         self._outgoing = outgoing
         self._manifest = manifest
@@ -169,7 +150,7 @@ class BucketStream:
         self._pending: Future[None] | None = None
         self.seconds = StreamSeconds()
         #: Of all tensors that were gathered so far, by the name under which they travel.
-        self.digests: dict[str, str] = {}
+        self.digests = TensorDigests()
 
     @torch.no_grad()
     def run(self) -> None:
@@ -180,10 +161,9 @@ class BucketStream:
             BaseException: whatever source, ``deliver`` or ``delivered`` raise.
         """
         buffers = self._take_buffers() if self._lend is None else []
-        tensors = self._source.tensors(
-            [item.held.name for item in self._outgoing],
-            {item.held.name: item.sent.torch_dtype for item in self._outgoing},
-        )
+        start = perf_counter()
+        gatherer = self._gatherer()
+        self.seconds.gather += perf_counter() - start
         with ThreadPoolExecutor(1, "weightpush-send") as executor:
             try:
                 for number, bucket in enumerate(self._manifest.buckets):
@@ -192,7 +172,7 @@ class BucketStream:
                     else:
                         # Bucket number-2 used this buffer, and was delivered before number-1 was handed over.
                         buffer = buffers[number % len(buffers)][: bucket.nbytes]
-                    digests = self._gather(number, buffer, tensors)
+                    digests = self._gather(number, buffer, gatherer)
                     self._await_delivery(number - 1)
                     self._pending = executor.submit(self._send, number, buffer, digests)
                 self._await_delivery(len(self._manifest.buckets) - 1)
@@ -217,59 +197,33 @@ class BucketStream:
         pinned = self._device.type == "cpu" and self._source.device.type == "cuda"
         return self._buffers.take(min(2, len(self._manifest.buckets)), size, self._device, pinned=pinned)
 
-    def _gather(self, number: int, buffer: torch.Tensor, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    def _gatherer(self) -> Gatherer:
+        if isinstance(self._source, ResidentSource) and self._device.type == "cpu":
+            program = self._programs.of(self._source, self._outgoing, self._manifest)
+            return AtOnce(program, self._source, self._digest, self._hash, self._check)
+        return OneByOne(self._source, self._outgoing, self._manifest, self._digest, self._hash, self._check)
+
+    def _gather(self, number: int, buffer: torch.Tensor, gatherer: Gatherer) -> bytes:
         """Fill ``buffer``; return the digests of its tensors as they lie there, none where the update has none."""
         start, hashing = perf_counter(), self.seconds.digest
-        bucket = self._manifest.buckets[number]
-        digests = _Digests(buffer) if self._digest is not DigestKind.NONE else None
-        # A bucket is a contiguous run of the manifest, laid out in another order.
-        for index, offset in sorted(zip(bucket.tensors, bucket.offsets, strict=True)):
-            tensor = self._next_tensor(index, tensors)
-            spec = self._manifest.tensors[index]
-            nbytes = spec.nbytes
-            if nbytes:
-                view = buffer[offset : offset + nbytes].view(spec.torch_dtype).view(spec.shape)
-                # Casts, gathers strided views and crosses devices in one pass; equal to tensor.to(dtype).
-                view.copy_(tensor)
-            if digests is not None and digests.add(spec.name, offset, nbytes) >= _CACHED_BYTES:
-                self._take(digests)
-            if self._pending is not None and self._pending.done():
-                self._pending.result()
-        if buffer.is_cuda:
-            # The sending thread has a stream of its own.
-            torch.cuda.current_stream(buffer.device).synchronize()
-        if digests is not None:
-            self._take(digests)
-            self.digests.update(digests.taken)
+        raw = gatherer.fill(number, buffer)
         self.seconds.gather += perf_counter() - start - (self.seconds.digest - hashing)
-        if digests is None:
-            return {}
-        names = [self._manifest.tensors[index].name for index in bucket.tensors]
-        return {name: digests.taken[name] for name in names}
+        if raw:
+            self.digests.add(self._manifest.table(number).names, raw)
+        return raw
 
-    def _take(self, digests: _Digests) -> None:
+    def _hash(self, buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> bytes:
         start = perf_counter()
-        digests.take()
+        raw = raw_digests(buffer, places)
         self.seconds.digest += perf_counter() - start
+        return raw
 
-    def _next_tensor(self, index: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
-        held, sent = self._outgoing[index].held, self._outgoing[index].sent
-        where = f"tensor {index + 1} of {len(self._outgoing)}"
-        try:
-            name, tensor = next(tensors)
-        except StopIteration:
-            raise _diverged(f"the source ended before {where}, {held.name!r}", held.name) from None
-        # It may have been cast on the way already.
-        dtype_fits = tensor.dtype in {held.torch_dtype, sent.torch_dtype}
-        if (name, tuple(tensor.shape)) != (held.name, held.shape) or not dtype_fits:
-            raise _diverged(
-                f"{where} changed since the push began: declared {held.name!r} {held.dtype} {list(held.shape)}, "
-                f"found {name!r} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}",
-                held.name,
-            )
-        return tensor
+    def _check(self) -> None:
+        """Raise what the bucket before failed with, if it did."""
+        if self._pending is not None and self._pending.done():
+            self._pending.result()
 
-    def _send(self, number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
+    def _send(self, number: int, buffer: torch.Tensor, digests: bytes) -> None:
         start = perf_counter()
         self._deliver(number, buffer, digests)
         self.seconds.send += perf_counter() - start
@@ -282,7 +236,3 @@ class BucketStream:
         self._pending = None
         self.seconds.wait += perf_counter() - start
         self._delivered(number)
-
-
-def _diverged(message: str, name: str) -> WeightPushError:
-    return WeightPushError(ErrorCode.WEIGHTS_REJECTED, message, details={"tensor": name})

@@ -14,6 +14,7 @@ import torch
 
 from weightpush_client.align import Outgoing
 from weightpush_client.background import Stop
+from weightpush_client.copies import Programs
 from weightpush_client.delivery import Delivery, OpenUpdate, servers_reason
 from weightpush_client.fleet import Fleet
 from weightpush_client.http import ABORT_S, ServerApi
@@ -158,9 +159,14 @@ class Update:
         self._seconds["begin"] = perf_counter() - start
 
     def stream(
-        self, source: WeightSource, outgoing: Sequence[Outgoing], device: torch.device, buffers: Buffers
+        self,
+        source: WeightSource,
+        outgoing: Sequence[Outgoing],
+        device: torch.device,
+        buffers: Buffers,
+        programs: Programs,
     ) -> None:
-        """Send all buckets, gathered in ``buffers`` on ``device``.
+        """Send all buckets, gathered in ``buffers`` on ``device``, as ``programs`` say where they know how.
 
         Raises:
             WeightPushError: what a server, the transport or the source says; anything that they or the progress
@@ -174,7 +180,7 @@ class Update:
                 with self.waiting():
                     return lender(number)
 
-            def deliver(number: int, buffer: torch.Tensor, digests: dict[str, str]) -> None:
+            def deliver(number: int, buffer: torch.Tensor, digests: bytes) -> None:
                 with self.waiting():
                     delivery(number, buffer, digests)
 
@@ -189,6 +195,7 @@ class Update:
                 device=device,
                 buffers=buffers,
                 lend=lend if lender is not None else None,
+                programs=programs,
             )
             self._report(PushPhase.STREAM)
             self.digests = stream.digests

@@ -11,18 +11,16 @@ bytes are the sixteen hexadecimal digits of a digest, read as bytes; they mean n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 
+from weightpush_protocol.digest_text import DIGEST_BYTES
 from weightpush_protocol.manifest import BucketSpec
-
-_DIGEST_BYTES: Final = 8
 
 
 def frame_bytes(nbytes: int, tensors: int) -> int:
     """Return the size of the frame of a bucket of ``nbytes`` bytes with so many ``tensors``."""
-    return _start(nbytes) + _DIGEST_BYTES * tensors
+    return _start(nbytes) + DIGEST_BYTES * tensors
 
 
 def largest_frame(buckets: Sequence[BucketSpec]) -> int:
@@ -30,18 +28,23 @@ def largest_frame(buckets: Sequence[BucketSpec]) -> int:
     return max((frame_bytes(bucket.nbytes, len(bucket.tensors)) for bucket in buckets), default=0)
 
 
-def write_digests(frame: torch.Tensor, nbytes: int, digests: Sequence[str]) -> None:
-    """Write ``digests`` behind the ``nbytes`` bytes of a bucket at the start of ``frame``, a 1-d uint8 tensor."""
+def write_digests(frame: torch.Tensor, nbytes: int, digests: bytes) -> None:
+    """Write ``digests``, eight bytes each, behind the ``nbytes`` bytes of a bucket at the start of ``frame``.
+
+    ``frame`` is a 1-d uint8 tensor.
+    """
     if digests:
-        raw = torch.frombuffer(bytearray.fromhex("".join(digests)), dtype=torch.uint8)
-        frame[_start(nbytes) : frame_bytes(nbytes, len(digests))].copy_(raw)
+        raw = torch.frombuffer(bytearray(digests), dtype=torch.uint8)
+        frame[_start(nbytes) : _start(nbytes) + len(digests)].copy_(raw)
 
 
-def read_digests(frame: torch.Tensor, nbytes: int, tensors: int) -> list[str]:
+def read_digests(frame: torch.Tensor, nbytes: int, tensors: int) -> bytes:
     """Return what :func:`write_digests` wrote for a bucket of ``nbytes`` bytes with so many ``tensors``."""
-    text = bytes(frame[_start(nbytes) : frame_bytes(nbytes, tensors)].tolist()).hex()
-    return [text[at : at + 2 * _DIGEST_BYTES] for at in range(0, len(text), 2 * _DIGEST_BYTES)]
+    raw = bytearray(DIGEST_BYTES * tensors)
+    if raw:
+        torch.frombuffer(raw, dtype=torch.uint8).copy_(frame[_start(nbytes) : frame_bytes(nbytes, tensors)])
+    return bytes(raw)
 
 
 def _start(nbytes: int) -> int:
-    return -(-nbytes // _DIGEST_BYTES) * _DIGEST_BYTES
+    return -(-nbytes // DIGEST_BYTES) * DIGEST_BYTES

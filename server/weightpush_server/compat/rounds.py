@@ -13,13 +13,11 @@ from weightpush_protocol.messages import Deadlines, DigestKind, InFlight, Update
 from weightpush_protocol.state import Phase
 from weightpush_server.compat.messages import InitInfo, UpdateInfo
 from weightpush_server.engine import Engine
-from weightpush_server.lifecycle import POLL_S, UpdateLifecycle
+from weightpush_server.lifecycle import Looks, UpdateLifecycle
 from weightpush_server.publishing import Publisher
-from weightpush_server.records import ControlRecord, UpdateRecord
+from weightpush_server.records import FROM_VLLM_TRAINER, ControlRecord, UpdateRecord
 from weightpush_server.shared_state import SharedState
 
-#: What stands for the transport in the records of such updates.
-FROM_VLLM_TRAINER: Final = "vllm"
 #: Seconds that the trainer and all workers have to meet. vLLM's own trainer waits for 300.
 JOIN_S: Final = 120.0
 #: Seconds that broadcasts which nobody wants may take altogether.
@@ -164,6 +162,7 @@ class VllmRounds:
         with self._life.change(update_id) as (_, running):
             running.tensors_total += sizes[0]["tensors"]
             running.bytes_total += sizes[0]["bytes"]
+        looks = Looks()
         while True:
             self._life.check_workers(self._shared.control().active(update_id))
             workers = [worker for worker in self._shared.worker_records() if worker.epoch == update.epoch]
@@ -173,7 +172,7 @@ class VllmRounds:
             last = max([update.lease_renewed, *(worker.progress_at for worker in workers)])
             if time.monotonic() - last > bucket_s + REPORT_S:
                 raise WeightPushError(ErrorCode.DEADLINE_EXCEEDED, f"no tensor came within bucket_s = {bucket_s:g} s")
-            await asyncio.sleep(POLL_S)
+            await looks.pause()
 
     async def _drain(self, info: UpdateInfo) -> None:
         """Receive what nobody wants. What keeps a worker from that is told to the trainer in place of the refusal."""

@@ -1,9 +1,4 @@
-"""The copies of a whole bucket, worked out once: tensors of one kind that lie evenly spaced go in one strided copy.
-
-A mixture of experts has thousands of tensors that differ in their offsets only. Landed one by one they cost more time
-in Python than in memory; the experts of a layer lie at even distances both in the bucket and in the weight that holds
-them.
-"""
+"""The copies of a whole bucket, worked out once: tensors of one kind that lie evenly spaced go in one strided copy."""
 
 from __future__ import annotations
 
@@ -11,19 +6,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from weightpush_protocol.even_runs import Offsets, even_runs
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_server.reload.coverage import ByteRanges, strided_ranges
 from weightpush_server.reload.program import Kind, Program, View
 
 #: Tensors of a bucket, each with its byte offset in it.
 Entries = Sequence[tuple[TensorSpec, int]]
-
-#: How many of the following moves are tried as the second of a run: gate and up projections of experts alternate.
-_LOOKS: Final = 3
 
 
 class Source(NamedTuple):
@@ -103,35 +96,15 @@ def _only_copies(program: Program) -> bool:
 
 def _joined(moves: Sequence[Move]) -> Iterator[Move]:
     """Join moves of one kind whose sources and whose targets lie at even distances."""
-    kinds: defaultdict[object, list[Move]] = defaultdict(list)
+    kinds: defaultdict[object, dict[Offsets, Move]] = defaultdict(dict)
     for move in moves:
         source, target = move.source, move.target
         kind = (source.dtype, source.shape, source.stride, target.buffer, target.dtype, target.shape, target.stride)
-        kinds[kind].append(move)
+        kinds[kind][source.offset, target.offset] = move
     for alike in kinds.values():
-        alike.sort(key=lambda move: move.target.offset)
-        left = {(move.source.offset, move.target.offset): move for move in alike}
-        for position, start in enumerate(alike):
-            if (start.source.offset, start.target.offset) not in left:
-                continue
-            seconds = alike[position + 1 : position + 1 + _LOOKS]
-            run = max((_run(left, start, second) for second in seconds), key=len, default=[start])
-            for move in run:
-                del left[move.source.offset, move.target.offset]
-            yield _join(run)
-
-
-def _run(left: Mapping[tuple[int, int], Move], start: Move, second: Move) -> list[Move]:
-    """Return the evenly spaced run among the moves that are ``left`` which begins with these two."""
-    gap, target_gap = _distance(start, second)
-    if gap < 0 or target_gap <= 0 or gap % start.source.dtype.itemsize or target_gap % start.target.dtype.itemsize:
-        return [start]
-    run = [start]
-    at = start.source.offset, start.target.offset
-    while (following := left.get((at[0] + gap, at[1] + target_gap))) is not None:
-        run.append(following)
-        at = at[0] + gap, at[1] + target_gap
-    return run
+        first = next(iter(alike.values()))
+        for run in even_runs(alike, (first.source.dtype.itemsize, first.target.dtype.itemsize)):
+            yield _join([alike[offsets] for offsets in run])
 
 
 def _distance(first: Move, second: Move) -> tuple[int, int]:

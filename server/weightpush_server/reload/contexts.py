@@ -9,6 +9,8 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from weightpush_protocol.errors import ErrorCode, WeightPushError
+
 
 @contextmanager
 def loading_context(vllm_config: VllmConfig, device: torch.device) -> Iterator[None]:
@@ -26,3 +28,28 @@ def loading_context(vllm_config: VllmConfig, device: torch.device) -> Iterator[N
         torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
     ):
         yield
+
+
+@contextmanager
+def telling_of_processing(what: str = "") -> Iterator[None]:
+    """Give what post-load processing raises in the body, of the module ``what`` or of all, a code of the contract.
+
+    Raises:
+        WeightPushError: PROOF_FAILED.
+    """
+    try:
+        yield
+    except Exception as error:
+        subject = f"post-load processing of {what!r}" if what else "post-load processing"
+        raise WeightPushError(
+            ErrorCode.PROOF_FAILED,
+            f"{subject} raised {type(error).__name__}: {error}. Push again, or restart the server",
+            details={"module": what, "exception": type(error).__name__, "error": str(error)},
+        ) from error
+
+
+def unproven(name: str, reason: str) -> WeightPushError:
+    """Return the error that says why ``name``, a tensor or module, is not proven."""
+    return WeightPushError(
+        ErrorCode.PROOF_FAILED, f"{name!r} could not be proven right: {reason}", details={"tensor": name}
+    )

@@ -8,7 +8,7 @@ after the first run, and puts the former back, so that each later run starts whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from torch import nn
@@ -34,6 +34,13 @@ def _helpers(owner: Any, depth: int = _DEPTH) -> Iterator[Any]:
                 yield from _helpers(value, depth - 1)
 
 
+def owners_below(module: nn.Module) -> Iterator[Any]:
+    """Yield the objects at and below ``module`` whose attributes post-load processing may change; some repeatedly."""
+    for child in module.modules():
+        yield child
+        yield from _helpers(child)
+
+
 class AttributeJournal:
     """The plain attributes that the first post-load processing changed, with their values of before.
 
@@ -43,9 +50,7 @@ class AttributeJournal:
 
     def __init__(self, model: nn.Module) -> None:
         owners: dict[int, Any] = {}
-        for module in model.modules():
-            owners[id(module)] = module
-            owners.update((id(helper), helper) for helper in _helpers(module))
+        owners.update((id(owner), owner) for owner in owners_below(model))
         self._before: list[tuple[Any, dict[str, Any]]] = [(owner, _attributes(owner)) for owner in owners.values()]
         self._changed: list[tuple[Any, dict[str, Any]]] = []
         containers: dict[int, Any] = {}
@@ -67,21 +72,36 @@ class AttributeJournal:
         self._before = []
         self._contents = [(value, copy) for value, copy in self._contents if not _same_elements(value, copy)]
 
-    def undo(self) -> None:
-        """Put the attributes back as they were before the first processing. May be repeated."""
+    def undo(self, *, only: Collection[int] | None = None, without: Collection[int] = frozenset()) -> None:
+        """Put the attributes back as they were before the first processing. May be repeated.
+
+        ``only``, ``without``: ``id`` of owners; with ``only``, containers stay as they are.
+        """
         for owner, changed in self._changed:
+            if id(owner) in without or (only is not None and id(owner) not in only):
+                continue
             # Written past __setattr__: it would register tensors, and refuse names that are parameters by now.
             for key, value in changed.items():
                 if value is _ABSENT:
                     vars(owner).pop(key, None)
                 else:
                     vars(owner)[key] = value
-        for value, copy in self._contents:
+        for value, copy in self._contents if only is None else ():
             if isinstance(value, list):
                 value[:] = copy
             else:
                 value.clear()
                 value.update(copy)
+
+    def among(self, owners: Iterator[Any]) -> frozenset[int]:
+        """Return ``id`` of those of ``owners`` that processing changed."""
+        mine = {id(owner) for owner, _ in self._changed}
+        return frozenset(id(owner) for owner in owners if id(owner) in mine)
+
+    @property
+    def changed_containers(self) -> bool:
+        """Whether processing changed what a list, dict or set holds: nobody knows whose that is."""
+        return bool(self._contents)
 
     def changed(self) -> Iterator[tuple[Any, str]]:
         """Yield ``(owner, attribute name)`` of every change."""

@@ -6,6 +6,7 @@ What the plan knows how to copy is copied; the rest goes through the model's own
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -22,9 +23,10 @@ from weightpush_protocol.manifest import (
     compare_manifest,
 )
 from weightpush_server.reload.batch import Batch, Entries
-from weightpush_server.reload.contexts import loading_context
+from weightpush_server.reload.contexts import loading_context, unproven
 from weightpush_server.reload.coverage import ByteRanges, WriteLog, WriteRecorder
 from weightpush_server.reload.layout import ModelLayout
+from weightpush_server.reload.modulewise import ModuleCloser, Units
 from weightpush_server.reload.opening import Opened, find_places, unwritten
 from weightpush_server.reload.plan import Plan
 from weightpush_server.reload.program import Replayer, strided
@@ -51,6 +53,7 @@ class ReloadSession:
         poisoned: bool,
         partial: bool = False,
         plan: Plan | None = None,
+        units: Units | None = None,
     ) -> None:
         assert plan is not None or layout.checkpoint is not None
         self.model = model
@@ -64,6 +67,10 @@ class ReloadSession:
         self.plan = plan
         self._expected = plan.specs if plan is not None else {spec.name: spec for spec in layout.checkpoint or ()}
         self._replayer = Replayer(lambda index: opened.take(layout.groups[index]))
+        #: Processes modules whose weights have all landed, where that need not wait for the others.
+        self.closer = ModuleCloser(
+            layout, opened, units or Units(), forget=self._replayer.forget, check=self._check_poison
+        )
         self._landed: set[str] = set()
         self._writes = WriteLog()
         self._head_digest: str | None = None
@@ -80,6 +87,20 @@ class ReloadSession:
     def _fail(self, error: WeightPushError) -> None:
         # A copy: the frames in the traceback of the original hold received tensors, and so the receiver's buffers.
         self._error = WeightPushError.from_detail(error.body().error)
+
+    @contextmanager
+    def _failing(self, what: str, at: _Current | None = None) -> Iterator[_Current]:
+        """Let what is raised in the body end the session; say that ``what`` raised it, and at which tensor."""
+        at = at or _Current()
+        try:
+            yield at
+        except WeightPushError as error:
+            self._fail(error)
+            raise
+        except Exception as error:
+            failure = _failed(at.name, f"{what} raised {type(error).__name__}: {error}", error)
+            self._fail(failure)
+            raise failure from error
 
     def seal(self) -> None:
         """End the session: from here on the model is not in checkpoint layout, and nothing may land or finish twice."""
@@ -103,20 +124,14 @@ class ReloadSession:
                 STALE_UPDATE where a later session of this model took over.
         """
         self._check_current()
-        current: str | None = None
         left: list[tuple[str, torch.Tensor]] = []
-        try:
-            with loading_context(self.vllm_config, self.device):
-                for current, tensor in tensors:
-                    if self.accept(current, tensor) and not self._replay(current, tensor):
-                        left.append((current, tensor))
-        except WeightPushError as error:
-            self._fail(error)
-            raise
-        except Exception as error:
-            failure = _failed(current, f"copying it raised {type(error).__name__}: {error}", error)
-            self._fail(failure)
-            raise failure from error
+        with self._failing("copying it") as at, loading_context(self.vllm_config, self.device):
+            for name, tensor in tensors:
+                at.name = name
+                if self.accept(name, tensor) and not self._replay(name, tensor):
+                    left.append((name, tensor))
+                else:
+                    self.closer.landed((name,))
         if left:
             self._load(left, read_only)
 
@@ -147,26 +162,18 @@ class ReloadSession:
         self.land(tensors, read_only=read_only)
 
     def _move(self, batch: Batch, buffer: torch.Tensor, check_wanted: Callable[[], None]) -> None:
-        current = next(iter(batch.names & self._landed), None)
-        try:
-            if current is not None:
-                raise _failed(current, "it arrived twice")
-            with loading_context(self.vllm_config, self.device):
-                storage, start = buffer.untyped_storage(), int(buffer.storage_offset())
-                for move in batch.moves:
-                    check_wanted()
-                    current, source, target = move
-                    view = strided(storage, source.dtype, start + source.offset, source.shape, source.stride)
-                    self._replayer.move(view, target)
-        except WeightPushError as error:
-            self._fail(error)
-            raise
-        except Exception as error:
-            failure = _failed(current, f"copying it raised {type(error).__name__}: {error}", error)
-            self._fail(failure)
-            raise failure from error
-        self._landed |= batch.names
-        self.nbytes += batch.nbytes
+        with self._failing("copying it") as at, loading_context(self.vllm_config, self.device):
+            twice = next(iter(batch.names & self._landed), None)
+            if twice is not None:
+                raise _failed(twice, "it arrived twice")
+            storage, start = buffer.untyped_storage(), int(buffer.storage_offset())
+            for at.name, source, target in batch.moves:
+                check_wanted()
+                view = strided(storage, source.dtype, start + source.offset, source.shape, source.stride)
+                self._replayer.move(view, target)
+            self._landed |= batch.names
+            self.nbytes += batch.nbytes
+            self.closer.landed(batch.names)
 
     def _replay(self, name: str, tensor: torch.Tensor) -> bool:
         """Copy ``tensor`` to its places; return False where the model's loaders have to."""
@@ -178,17 +185,12 @@ class ReloadSession:
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]], read_only: bool) -> None:
         stream = _Stream(tensors, read_only)
-        try:
+        with self._failing("the model's loader", stream):
             # Nobody knows what else a loader looks at.
             self.opened.take_all()
             with loading_context(self.vllm_config, self.device), WriteRecorder(self._writes):
                 cast(Callable[..., Any], self.model.load_weights)(iter(stream))
                 self._own_storage({tensor.untyped_storage()._cdata for _, tensor in tensors})
-        except Exception as error:
-            reason = f"the model's loader raised {type(error).__name__}: {error}"
-            failure = _failed(stream.current, reason, error)
-            self._fail(failure)
-            raise failure from error
         self._writes.forget_dead()
 
     def accept(self, name: str, tensor: torch.Tensor) -> bool:
@@ -235,20 +237,19 @@ class ReloadSession:
         self.opened.take_all()
         places = find_places(self.layout.groups)
         for index, (group, place) in enumerate(zip(self.layout.groups, places, strict=True)):
-            if not len(group.required):
+            if not len(group.required) or index in self.closer.groups:
                 continue
             if place is None or (len(self._copied(index)) and not place.same(self.opened.take(group))):
-                raise _unproven(group.name, "the model's loader replaced it by something of another layout")
+                raise unproven(group.name, "the model's loader replaced it by something of another layout")
             if group.needed is None and self.plan is not None and self.plan.copies_all(index, group.required):
                 continue  # Every name of the plan has landed by now, so every program has run.
             name = unwritten(group, place, self._written(index, place))
             if name is not None:
-                raise _unproven(name, "not all of it was written, although every tensor of the checkpoint arrived")
-        if self.poisoned:
-            self._prove_no_poison()
+                raise unproven(name, "not all of it was written, although every tensor of the checkpoint arrived")
+        self._check_poison(self.model)
         head = self.layout.tied_head
         if head is not None and self._head_digest not in (None, head.landed_digest()):
-            raise _unproven(
+            raise unproven(
                 head.spec.name,
                 "it differs from the embedding that this model's output head is tied to; push equal tensors, or start "
                 "the server on a checkpoint that holds both",
@@ -289,10 +290,11 @@ class ReloadSession:
                 details={"tensor": missing[0], "missing": len(missing), "problems": problems},
             )
 
-    def _prove_no_poison(self) -> None:
-        for name, tensor in self.model.named_parameters():
+    def _check_poison(self, module: nn.Module) -> None:
+        """Look for poison in the weights of ``module``, if there was any."""
+        for name, tensor in module.named_parameters() if self.poisoned else ():
             if tensor.is_floating_point() and tensor.float().isnan().any():
-                raise _unproven(name, "it holds NaN after a landing onto NaN")
+                raise unproven(name, "it holds NaN after a landing onto NaN")
 
     def learn_required(self) -> None:
         """After dummy weights: what this complete push wrote is what every later one must write."""
@@ -334,17 +336,22 @@ def _wanted(entries: Entries, check_wanted: Callable[[], None]) -> Iterator[tupl
         yield entry
 
 
-class _Stream:
-    """The tensors as the model's loaders read them, with the name of the current one."""
+class _Current:
+    """The name of the tensor that is being landed."""
+
+    name: str | None = None
+
+
+class _Stream(_Current):
+    """The tensors as the model's loaders read them."""
 
     def __init__(self, tensors: list[tuple[str, torch.Tensor]], read_only: bool) -> None:
         self._tensors = tensors
         self._read_only = read_only
-        self.current: str | None = None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors:
-            self.current = name
+            self.name = name
             yield name, tensor.clone() if self._read_only else tensor
 
 
@@ -368,10 +375,4 @@ def _failed(name: str | None, reason: str, cause: BaseException | None = None) -
             "exception": type(cause).__name__ if cause is not None else None,
             "error": str(cause) if cause is not None else reason,
         },
-    )
-
-
-def _unproven(name: str, reason: str) -> WeightPushError:
-    return WeightPushError(
-        ErrorCode.PROOF_FAILED, f"{name!r} could not be proven right: {reason}", details={"tensor": name}
     )

@@ -112,6 +112,7 @@ class StorageGroup:
         retained: where the bytes are kept in checkpoint layout (policy ``retain``); None where the model itself holds
             them, or nobody does.
         overwritten: processing writes into what it reads: under ``retain`` it gets a copy.
+        moved: processing put something else in the place of its tensors.
         shadow: a copy of the bytes for the self-check, between recording and its end.
     """
 
@@ -125,6 +126,7 @@ class StorageGroup:
     landed: str | None = None
     retained: Place | None = None
     overwritten: bool = False
+    moved: bool = False
     shadow: torch.Tensor | None = None
 
     @property

@@ -8,6 +8,8 @@ replacing the tensor.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.utils.weak import TensorWeakRef
 
@@ -23,7 +25,7 @@ def find_places(groups: list[StorageGroup]) -> list[Place | None]:
     that would open on the same bytes (an output head that was tied after loading) the one that these bytes were
     recorded for takes them.
     """
-    places = [_find_place(group) for group in groups]
+    places = [find_place(group) for group in groups]
     order = sorted(
         (index for index, place in enumerate(places) if place is not None and place.nbytes),
         key=lambda index: _key(places[index]),
@@ -64,7 +66,8 @@ def _current(member: Member) -> torch.Tensor | None:
     return tensor if all(slot.get() is tensor for slot in member.slots) else None
 
 
-def _find_place(group: StorageGroup) -> Place | None:
+def find_place(group: StorageGroup) -> Place | None:
+    """Return where the tensors of ``group`` live now, or None where they cannot be opened in place."""
     storage: torch.UntypedStorage | None = None
     start: int | None = None
     for member in group.members:
@@ -90,7 +93,7 @@ def _find_place(group: StorageGroup) -> Place | None:
 
 def overlapping(groups: list[StorageGroup]) -> tuple[StorageGroup, StorageGroup] | None:
     """Return two groups whose tensors now share some of their bytes without lying on exactly the same, or None."""
-    found = [(group, place) for group in groups if (place := _find_place(group)) is not None and place.nbytes]
+    found = [(group, place) for group in groups if (place := find_place(group)) is not None and place.nbytes]
     found.sort(key=lambda item: _key(item[1]))
     for index, (group, place) in enumerate(found):
         for other, next_place in found[index + 1 :]:
@@ -142,6 +145,11 @@ class Opened:
     def is_scratch(self, group: StorageGroup) -> bool:
         """Whether ``group`` had no storage when the update began."""
         return id(group) in self._scratch
+
+    def close(self, groups: Iterable[StorageGroup]) -> None:
+        """Hold the storage of ``groups`` no longer; they cannot be taken any more."""
+        for group in groups:
+            del self._places[id(group)]
 
     def let_go(self) -> None:
         """Hold no storage any more; nothing can be taken after this."""

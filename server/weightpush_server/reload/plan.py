@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from weightpush_server.reload.program import Kind, Program, Step, View
 from weightpush_server.reload.standins import stand_ins
 from weightpush_server.reload.trace import AsksForValues, Recorded, Sources, Trace, watch
 
+if TYPE_CHECKING:
+    from weightpush_server.reload.modulewise import Units
+
 logger = logging.getLogger(__name__)
 
 #: How often loaders are run anew without a tensor at which they raised, and for how many seconds in all.
@@ -39,7 +42,7 @@ _MAX_SECONDS: Final = 20.0
 #: Manifests whose plans are kept.
 _KEPT_PLANS: Final = 4
 #: Buckets of a plan whose batches are kept: with those of a terabyte in 256 MiB none is worked out twice.
-_KEPT_BATCHES: Final = 4096
+KEPT_BATCHES: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Plan:
     #: The answer of :meth:`remembered`, with what it is about.
     _answer: list[tuple[Sequence[TensorSpec], object, str]] = field(default_factory=list, compare=False)
 
+    #: The answer of :meth:`units`.
+    _units: list[Units] = field(default_factory=list, compare=False)
     #: Answers of :meth:`copies_all`.
     _copies_all: dict[int, tuple[ByteRanges, bool]] = field(default_factory=dict, compare=False)
     #: Batches of :meth:`batch`, by bucket, which are kept with them.
@@ -79,7 +84,7 @@ class Plan:
         """Return how ``bucket``, which holds ``entries``, lands; worked out once for each bucket of a manifest."""
         known = self._batches.get(id(bucket))
         if known is None:
-            while len(self._batches) >= _KEPT_BATCHES:
+            while len(self._batches) >= KEPT_BATCHES:
                 self._batches.pop(next(iter(self._batches)))
             known = self._batches[id(bucket)] = bucket, make_batch(self.programs, self.specs, entries)
         return known[1]
@@ -93,6 +98,12 @@ class Plan:
         if isinstance(specs, tuple):
             self._answer[:] = [(specs, key, answer)]
         return answer
+
+    def units(self, work_out: Callable[[], Units]) -> Units:
+        """Return which modules can be closed one by one, as ``work_out`` says the first time."""
+        if not self._units:
+            self._units.append(work_out())
+        return self._units[0]
 
     def copies_all(self, index: int, required: ByteRanges) -> bool:
         """Whether programs write every byte of group ``index`` that is ``required``; worked out once."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,12 +14,12 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_server.reload.contexts import loading_context
+from weightpush_server.reload.contexts import loading_context, telling_of_processing, unproven
 from weightpush_server.reload.contract import Contract
 from weightpush_server.reload.fingerprint import TensorPrint, combine_prints, reachable_tensors, tensor_prints
 from weightpush_server.reload.landing import ReloadSession
 from weightpush_server.reload.layout import ModelLayout, find_layout
+from weightpush_server.reload.modulewise import Unit, Units, find_units, not_again, owners_of
 from weightpush_server.reload.opening import Opened, open_groups
 from weightpush_server.reload.plan import Plan
 from weightpush_server.reload.refusals import check_reloadable
@@ -39,6 +41,7 @@ class ReloadProof:
         tensors: number of tensors that landed.
         bytes: of these tensors.
         seconds_postload: time of post-load processing.
+        seconds_early: the part of it that was done while tensors landed.
         seconds_proof: time of the checks and the fingerprint.
     """
 
@@ -47,6 +50,7 @@ class ReloadProof:
     tensors: int
     bytes: int
     seconds_postload: float
+    seconds_early: float
     seconds_proof: float
 
 
@@ -73,7 +77,10 @@ def start_reload(
     layout = find_layout(model)
     assert layout is not None
     poison = poison or os.environ.get(POISON_VARIABLE) == "1"
-    opened = open_model(model, layout, poison=poison, partial=partial)
+    units = Units()
+    if not (partial or plan is None or layout.from_dummy or vllm_config.lora_config is not None):
+        units = plan.units(functools.partial(find_units, layout, plan))
+    opened = open_model(model, layout, poison=poison, partial=partial, units=units.all)
     return ReloadSession(
         model,
         layout,
@@ -83,17 +90,29 @@ def start_reload(
         poisoned=poison,
         partial=partial,
         plan=plan,
+        units=units,
     )
 
 
-def open_model(model: nn.Module, layout: ModelLayout, *, poison: bool = False, partial: bool = False) -> Opened:
-    """Give ``model`` its checkpoint layout back, and the plain attributes of before post-load processing."""
+def open_model(
+    model: nn.Module,
+    layout: ModelLayout,
+    *,
+    poison: bool = False,
+    partial: bool = False,
+    units: Collection[Unit] = (),
+) -> Opened:
+    """Give ``model`` its checkpoint layout back, and the plain attributes of before post-load processing.
+
+    The modules of ``units`` keep their attributes until they are closed: the memory of what was packed then goes to
+    what is packed next.
+    """
     if not layout.is_open:
         layout.contract = Contract.of(model, pin_devices=layout.pin_devices)
     layout.is_open = True
     opened = open_groups(layout.groups, poison=poison, partial=partial)
     # Weights that are plain attributes must be the objects that loaders fill, not what processing made of them.
-    layout.journal.undo()
+    layout.journal.undo(without=owners_of(units))
     return opened
 
 
@@ -111,7 +130,8 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
         session.learn_required()
     session.seal()
     checked = time.perf_counter()
-    process(model, layout, session.opened, vllm_config=session.vllm_config, device=session.device)
+    closer = session.closer
+    process(model, layout, session.opened, vllm_config=session.vllm_config, device=session.device, closed=closer.closed)
     processed = time.perf_counter()
     assert layout.contract is not None
     layout.contract.check(model, settled=layout.settled)
@@ -122,7 +142,8 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
         prints=prints,
         tensors=len(session.landed),
         bytes=session.nbytes,
-        seconds_postload=processed - checked,
+        seconds_postload=closer.seconds + processed - checked,
+        seconds_early=closer.seconds,
         seconds_proof=checked - began + time.perf_counter() - processed,
     )
     layout.is_open = False
@@ -130,26 +151,28 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
 
 
 def process(
-    model: nn.Module, layout: ModelLayout, opened: Opened, *, vllm_config: VllmConfig, device: torch.device
+    model: nn.Module,
+    layout: ModelLayout,
+    opened: Opened,
+    *,
+    vllm_config: VllmConfig,
+    device: torch.device,
+    closed: Collection[Unit] = (),
 ) -> None:
     """Run post-load processing on an open model as at cold start; give back what it moved and what it freed.
+
+    The units that are ``closed`` already have been processed, and stay as they are.
 
     Raises:
         WeightPushError: PROOF_FAILED, if processing raised, or a tensor whose address must stay cannot stay there.
     """
     assert layout.contract is not None
-    held = before_processing(layout, opened)
+    held = before_processing(layout, opened, {index for unit in closed for index in unit.groups})
     opened.let_go()
-    with loading_context(vllm_config, device), unwrapped(model, layout):
-        layout.journal.undo()
-        try:
+    with loading_context(vllm_config, device), unwrapped(model, layout), not_again(closed):
+        layout.journal.undo(without=owners_of(closed))
+        with telling_of_processing():
             process_weights_after_loading(model, vllm_config.model_config, device)
-        except Exception as error:
-            raise WeightPushError(
-                ErrorCode.PROOF_FAILED,
-                f"post-load processing raised {type(error).__name__}: {error}. Push again, or restart the server",
-                details={"exception": type(error).__name__, "error": str(error)},
-            ) from error
         model.eval()
     with torch.inference_mode(False):
         layout.contract.write_back(model)
@@ -168,6 +191,4 @@ def _prove_runtime(model: nn.Module, *, absent: frozenset[str], poisoned: bool) 
             reason = "it holds NaN after a landing onto NaN"
         else:
             continue
-        raise WeightPushError(
-            ErrorCode.PROOF_FAILED, f"{name!r} could not be proven right: {reason}", details={"tensor": name}
-        )
+        raise unproven(name, reason)

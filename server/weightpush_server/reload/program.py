@@ -5,7 +5,7 @@ All offsets are in bytes, all strides in elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -116,6 +116,10 @@ class Replayer:
     def move(self, source: torch.Tensor, target: View) -> None:
         """Copy ``source`` to ``target``, a view into a storage group."""
         self._of_group(target).copy_(source)
+
+    def forget(self, groups: Collection[int]) -> None:
+        """Let go of the storages of ``groups``, given by index."""
+        self._bases = {key: base for key, base in self._bases.items() if key[0] not in groups}
 
     def close(self) -> None:
         """Let go of the model's storages."""

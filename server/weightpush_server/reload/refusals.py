@@ -181,11 +181,16 @@ def quantized_online(model: nn.Module) -> tuple[str, str] | None:
 
 
 def _check_parameters(model: nn.Module, layout: ModelLayout) -> None:
-    in_checkpoint = {spec.name for spec in layout.checkpoint or ()}
+    unowned: set[str] | None = None
     for slot, _ in registered_slots(model):
         owners = layout.owners.get(slot.full_name)
-        if not slot.is_parameter or (owners is None and slot.full_name not in in_checkpoint):
+        if not slot.is_parameter:
             continue
+        if owners is None:
+            # Rarely needed, and as large as the checkpoint.
+            unowned = {spec.name for spec in layout.checkpoint or ()} if unowned is None else unowned
+            if slot.full_name not in unowned:
+                continue
         # By identity: the name may lead to another module now.
         if all(owner is not slot.module for owner in owners or ()):
             reason = "it was registered after the cold start, so its checkpoint layout is unknown"

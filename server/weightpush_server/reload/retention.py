@@ -6,7 +6,7 @@ says which; a digest of before and after tells. What is left of the bytes decide
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -22,13 +22,15 @@ from weightpush_server.reload.storage import Place
 Held = dict[int, Place]
 
 
-def before_processing(layout: ModelLayout, opened: Opened) -> Held:
+def before_processing(layout: ModelLayout, opened: Opened, closed: Collection[int] = frozenset()) -> Held:
     """Note what processing is about to read; under ``retain``, hold it, and hand out copies where it would be spoilt.
 
-    Every group must be open.
+    Every group must be open, but for those at the indices ``closed``, which are processed already.
     """
     held: Held = {}
-    for group, place in zip(layout.groups, find_places(layout.groups), strict=True):
+    for index, (group, place) in enumerate(zip(layout.groups, find_places(layout.groups), strict=True)):
+        if index in closed:
+            continue
         if place is None or (layout.policy is not StoragePolicy.RETAIN and opened.is_scratch(group)):
             # Nothing will be left of it.
             group.landed = None
@@ -94,7 +96,8 @@ def settle(model: nn.Module, layout: ModelLayout) -> None:
     after_processing(layout, layout.held)
     layout.held = {}
     for group, place in zip(layout.groups, find_places(layout.groups), strict=True):
-        if place is None or not _in_place(group, place):
+        group.moved = place is None or not _in_place(group, place)
+        if place is None or group.moved:
             continue
         if group.kept is not None and torch.equal(place.bytes(), group.kept):
             group.kept = None

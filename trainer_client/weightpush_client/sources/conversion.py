@@ -10,14 +10,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from weightpush_client.sources.base import rejected, spec_of
-from weightpush_client.sources.pieces import Gathered, Node
+from weightpush_client.sources.pieces import Gathered, LeafView, Node
 from weightpush_client.wrappers import without_wrappers
 from weightpush_protocol.manifest import TensorSpec
 
@@ -84,12 +84,16 @@ def _reverted(revert: Any, model: nn.Module, tensors: Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """A tensor of the checkpoint: made of ``sources``, tensors of the model, or the only one of them ``untouched``."""
+    """A tensor of the checkpoint: made of ``sources``, tensors of the model, or the only one of them ``untouched``.
+
+    ``view``: which elements of its only source it holds, where it holds nothing else.
+    """
 
     name: str
     sources: tuple[str, ...]
     spec: TensorSpec
     untouched: bool
+    view: LeafView | None
 
 
 #: Which tensors go in, and what becomes of them. It takes long with thousands of experts, and is the same every time.
@@ -110,18 +114,40 @@ def _revert_all(model: nn.Module, nodes: Mapping[str, Node], revert: _Revert) ->
             saved[recipe.name] = node if recipe.name in inputs else node.renamed(recipe.name)
             continue
         leaves = frozenset().union(*(node.leaves for node in inputs.values()))
-        saved[recipe.name] = Node(recipe.spec, leaves, partial(_made, recipe.name, inputs, revert))
+        view = recipe.view
+        if view is not None:
+            leaf = inputs[view.leaf].leaf
+            view = view._replace(leaf=leaf) if leaf is not None else None
+        saved[recipe.name] = Node(recipe.spec, leaves, partial(_made, recipe.name, inputs, revert), view=view)
     return saved
 
 
 def _trace(nodes: Mapping[str, Node], revert: _Revert) -> Iterator[_Recipe]:
-    for name, result in revert({name: _Traced.of(name, node) for name, node in nodes.items()}).items():
+    stand_ins = {name: _Traced.of(name, node) for name, node in nodes.items()}
+    # Before they are converted, which may change them.
+    originals = {name: stand_in.shadow for name, stand_in in stand_ins.items()}
+    for name, result in revert(stand_ins).items():
         sources = tuple(sorted(_sources(result)))
         if not sources:
             raise rejected(f"transformers makes {name!r} of no tensor of the model", name)
         untouched = isinstance(result, _Traced) and result.untouched
         plain = torch.empty(1, dtype=result.dtype).expand(tuple(result.shape))
-        yield _Recipe(name, sources, spec_of(name, plain), untouched)
+        view = _view(sources[0], originals[sources[0]], result) if len(sources) == 1 else None
+        yield _Recipe(name, sources, spec_of(name, plain), untouched, view)
+
+
+def _view(name: str, original: torch.Tensor | None, result: torch.Tensor) -> LeafView | None:
+    """Return which elements of tensor ``name``, whose stand-in was ``original``, ``result`` holds; None if others."""
+    shadow = getattr(result, "shadow", None)
+    if shadow is None or original is None or not _shares(shadow, original) or shadow.shape != result.shape:
+        return None
+    return LeafView(name, int(shadow.storage_offset()), tuple(shadow.shape), tuple(shadow.stride()))
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors without data would have the same memory, and read it alike."""
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and one.dtype is other.dtype and not one.is_neg()
 
 
 def _made(name: str, inputs: Mapping[str, Node], revert: _Revert, gathered: Gathered) -> torch.Tensor:
@@ -133,19 +159,26 @@ def _made(name: str, inputs: Mapping[str, Node], revert: _Revert, gathered: Gath
     return made[name]
 
 
+#: What copies a tensor and changes none of its elements.
+_COPIES: Final = frozenset({torch.Tensor.contiguous, torch.Tensor.clone, torch.clone})
+
+
 class _Traced(torch.Tensor):
     """A tensor without data that remembers the names of the tensors it was made of."""
 
     sources: frozenset[str]
     #: Whether it is still exactly the tensor that went in.
     untouched: bool
+    #: The same elements where they lie in the tensor that went in, had nothing been copied; None where they were not
+    #: only moved.
+    shadow: torch.Tensor | None
 
     @classmethod
     def of(cls, name: str, node: Node) -> _Traced:
         """Return a stand-in for ``node``."""
         empty = torch.empty(node.spec.shape, dtype=node.spec.torch_dtype, device="meta")
         traced = empty.as_subclass(cls)
-        traced.sources, traced.untouched = frozenset({name}), True
+        traced.sources, traced.untouched, traced.shadow = frozenset({name}), True, empty
         return traced
 
     @classmethod
@@ -155,7 +188,31 @@ class _Traced(torch.Tensor):
         sources = _sources([args, kwargs or {}])
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
-        return _mark(result, sources)
+            shadows = _shadowed(function, args, kwargs or {})
+        return _mark(result, sources, shadows)
+
+
+def _shadowed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what ``function`` makes of the shadow of its first argument, if it only moves elements; else None."""
+    first = args[0] if args else None
+    shadow = first.shadow if isinstance(first, _Traced) else None
+    name = getattr(function, "__name__", "")
+    writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or "out" in kwargs
+    if writes:
+        for argument in [*args, *kwargs.values()]:
+            if isinstance(argument, _Traced):
+                argument.shadow = None
+    if shadow is None or writes or _sources([args[1:], kwargs]):
+        return None
+    if function in _COPIES:
+        return shadow
+    try:
+        made = function(shadow, *args[1:], **kwargs)
+    except RuntimeError:
+        return None  # It asks for contiguous elements.
+    parts = made if isinstance(made, tuple | list) else [made]
+    views = all(isinstance(part, torch.Tensor) and _shares(part, shadow) for part in parts)
+    return made if views else None
 
 
 def _sources(value: Any) -> frozenset[str]:
@@ -168,13 +225,16 @@ def _sources(value: Any) -> frozenset[str]:
     return frozenset()
 
 
-def _mark(value: Any, sources: frozenset[str]) -> Any:
+def _mark(value: Any, sources: frozenset[str], shadow: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.device.type != "meta":
             return value
         traced = value.as_subclass(_Traced)
         traced.sources, traced.untouched = sources, False
+        traced.shadow = shadow if isinstance(shadow, torch.Tensor) else None
         return traced
     if isinstance(value, tuple | list) and any(isinstance(item, torch.Tensor) for item in value):
-        return type(value)(_mark(item, sources) for item in value)
+        alike = isinstance(shadow, tuple | list) and len(shadow) == len(value)
+        shadows = shadow if alike else [None] * len(value)
+        return type(value)(_mark(item, sources, own) for item, own in zip(value, shadows, strict=True))
     return value

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -33,17 +33,28 @@ class Gathered:
         return self._made[key]
 
 
+class LeafView(NamedTuple):
+    """Elements of the gathered tensor ``leaf``, if that is contiguous; ``offset`` counts from its first."""
+
+    leaf: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One tensor that a source yields: ``compute`` makes it of the gathered tensors ``leaves``.
 
-    ``leaf`` is set where it is exactly the gathered tensor of that name.
+    ``leaf`` is set where it is exactly the gathered tensor of that name, ``view`` where it should hold elements of one,
+    in another order or fewer of them.
     """
 
     spec: TensorSpec
     leaves: frozenset[str]
     compute: Callable[[Gathered], torch.Tensor]
     leaf: str | None = None
+    view: LeafView | None = None
 
     @classmethod
     def of(cls, spec: TensorSpec) -> Node:
@@ -53,7 +64,7 @@ class Node:
     def renamed(self, name: str) -> Node:
         """Return the same tensor under another name."""
         spec = TensorSpec(name=name, dtype=self.spec.dtype, shape=self.spec.shape)
-        return Node(spec, self.leaves, self.compute, self.leaf)
+        return Node(spec, self.leaves, self.compute, self.leaf, self.view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,15 @@ class PieceSource:
         self._chunk_bytes = 0
         self._owed: deque[Step] = deque()
         self._open = ExitStack()
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """What is gathered."""
+        return self._groups
+
+    def node(self, name: str) -> Node:
+        """Return what ``name`` is made of."""
+        return self._nodes[name]
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,57 @@
+"""What a pusher keeps of the weights that it pushed last: how they lie, none of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from weightpush_client.sources import Weights, open_source
+from weightpush_client.sources.base import WeightSource
+from weightpush_client.sources.fsdp import fsdp_units
+from weightpush_client.sources.peft import has_adapters
+from weightpush_client.sources.pieces import PieceSource
+from weightpush_client.sources.resident import ResidentSource, Skeleton
+
+
+class SourceKeeper:
+    """Opens the weights of one push after the other; belongs to whoever pushes, one push at a time."""
+
+    def __init__(self) -> None:
+        self._skeleton: Skeleton | None = None
+        #: Names of the leaves of which nothing can be kept: it need not be tried again.
+        self._hopeless: list[str] | None = None
+
+    def open(self, weights: Weights) -> WeightSource:
+        """Return the source of ``weights``, see `open_source`; one that looks like the last in a moment.
+
+        Raises:
+            WeightPushError, TypeError: see `open_source`.
+        """
+        leaves = _leaves(weights)
+        if leaves is None:
+            return open_source(weights)
+        model = weights if isinstance(weights, nn.Module) else None
+        kept = self._skeleton
+        if kept is not None and (None if kept.model is None else kept.model()) is model and kept.fits(leaves):
+            return ResidentSource(kept, list(leaves.values()))
+        source = open_source(weights)
+        self._skeleton = None
+        if isinstance(source, PieceSource) and (model is None or list(leaves) != self._hopeless):
+            self._skeleton = Skeleton.of(source, leaves, model)
+            self._hopeless = list(leaves) if self._skeleton is None else None
+        return source if self._skeleton is None else ResidentSource(self._skeleton, list(leaves.values()))
+
+
+def _leaves(weights: Weights) -> Mapping[str, torch.Tensor] | None:
+    """Return the tensors that ``weights`` hold by themselves, if that can be said without communicating."""
+    if isinstance(weights, nn.Module):
+        if fsdp_units(weights) or has_adapters(weights):
+            return None
+        leaves: Mapping[str, torch.Tensor] = weights.state_dict()
+    elif isinstance(weights, Mapping):
+        leaves = dict(weights)
+    else:
+        return None
+    return leaves if all([isinstance(leaf, torch.Tensor) for leaf in leaves.values()]) else None
