@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Final, Self
 
 from pydantic import (
     AfterValidator,
-    AwareDatetime,
     BaseModel,
     ConfigDict,
     Field,
@@ -21,9 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from weightpush_protocol.errors import ErrorCode, ErrorDetail
 from weightpush_protocol.manifest import MAX_NAME_LENGTH, MAX_TENSORS, Manifest, TensorSpec
-from weightpush_protocol.state import Phase, ServerState
 from weightpush_protocol.transports.base import TransportConfig
 
 #: Header on every answer of a generation route: the weight version that computed it.
@@ -90,7 +87,7 @@ class _Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
-class _Answer(BaseModel):
+class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
@@ -160,7 +157,7 @@ class BeginRequest(BeginCall):
         return BeginCall(**{**fields, "manifest": None, "manifest_digest": self.manifest.digest()})
 
 
-class PlanSummary(_Answer):
+class PlanSummary(Answer):
     """How the tensors of an update land: counts of tensors, and the bytes of all.
 
     ``in_place``: copied to where the weights live. ``scratch``: copied to new storage, from which post-load processing
@@ -175,7 +172,7 @@ class PlanSummary(_Answer):
     bytes: int = 0
 
 
-class BeginAnswer(_Answer):
+class BeginAnswer(Answer):
     """The server waits for buckets. ``mode``: as asked for, but ``direct`` where nothing is served meanwhile anyway."""
 
     update_id: str
@@ -202,7 +199,7 @@ class StreamRequest(_Request):
     digests: Annotated[dict[TensorName, TensorDigest], Field(max_length=MAX_TENSORS)] = Field(default_factory=dict)
 
 
-class StreamAnswer(_Answer):
+class StreamAnswer(Answer):
     """Progress after a bucket was accepted (collective) or landed (body); ``landed`` names the tensors of a body."""
 
     update_id: str
@@ -221,7 +218,7 @@ class KeepRequest(_Request):
     epoch: Epoch | None = None
 
 
-class KeepAnswer(_Answer):
+class KeepAnswer(Answer):
     """The update runs; its lease ends ``lease_s`` seconds from now."""
 
     update_id: str
@@ -236,7 +233,7 @@ class PrepareRequest(_Request):
     epoch: Epoch | None = None
 
 
-class PrepareAnswer(_Answer):
+class PrepareAnswer(Answer):
     """Nothing is left but what ``finish`` alone may do.
 
     ``fingerprint`` is that of the new weights where they are in the model already; None for a staged update, whose
@@ -255,7 +252,7 @@ class FinishRequest(_Request):
     epoch: Epoch | None = None
 
 
-class FinishAnswer(_Answer):
+class FinishAnswer(Answer):
     """The new weights serve. Seconds since ``begin``, and seconds during which the gate was closed."""
 
     update_id: str
@@ -323,7 +320,7 @@ class VerifyRequest(_Request):
         return self
 
 
-class VerifyDifference(_Answer):
+class VerifyDifference(Answer):
     """One way in which what is served is not what it should be.
 
     ``kind``: ``digest`` (the served tensor has other bytes), ``unrecorded`` (its digest was never taken), one of
@@ -339,7 +336,7 @@ class VerifyDifference(_Answer):
     worker_rank: int | None = None
 
 
-class VerifyAnswer(_Answer):
+class VerifyAnswer(Answer):
     """What a server found out about itself.
 
     ``equal``: nothing changed in memory since the commit, and what was committed is the checkpoint that was asked
@@ -364,178 +361,7 @@ class VerifyAnswer(_Answer):
     unseen_bytes: int = 0
 
 
-class UpdateStatus(_Answer):
-    """The running update."""
-
-    update_id: str
-    epoch: int
-    mode: UpdateMode
-    phase: Phase
-    weight_version: str
-    transport: str
-    in_flight: InFlight
-    digest: DigestKind
-    tensors_done: int = 0
-    tensors_total: int = 0
-    bytes_done: int = 0
-    bytes_total: int = 0
-    buckets_done: int = 0
-    buckets_total: int = 0
-    started_at: AwareDatetime
-    lease_expires_at: AwareDatetime | None = None
-
-
-class LastError(_Answer):
-    """Why the last update that failed did."""
-
-    code: ErrorCode
-    message: str
-    phase: Phase | None = None
-    update_id: str | None = None
-    at: AwareDatetime
-    details: dict[str, Any] = Field(default_factory=dict)
-
-
-class LastUpdate(_Answer):
-    """The last update that was committed.
-
-    ``phase_seconds``: how long the server was in each phase. ``worker_seconds``: what its slowest worker spent on each
-    part (``receive``, ``digest``, ``copy``, ``open``, ``land``, ``postload``, ``proof``), beside each other or not;
-    ``postload_early`` is the part of ``postload`` that went on while tensors landed.
-    """
-
-    update_id: str
-    weight_version: str
-    mode: UpdateMode
-    transport: str
-    digest: DigestKind
-    tensors: int
-    bytes: int
-    seconds: float
-    pause_seconds: float
-    phase_seconds: dict[str, float] = Field(default_factory=dict)
-    worker_seconds: dict[str, float] = Field(default_factory=dict)
-    finished_at: AwareDatetime
-
-
-class UpdateKind(StrEnum):
-    """Where the tensors of an update came from.
-
-    ``push``: a trainer. ``disk``: ``POST /reload``. ``rollback``: a kept copy. ``undo``: a kept copy as well, after a
-    staged update that had spoilt what was served; nobody asked for that.
-    """
-
-    PUSH = "push"
-    DISK = "disk"
-    ROLLBACK = "rollback"
-    UNDO = "undo"
-
-
-class OutcomeError(_Answer):
-    """Why an update failed, in short; ``last_error`` of the status has all of it for the last one."""
-
-    code: ErrorCode
-    message: str
-    phase: Phase
-
-
-class UpdateOutcome(_Answer):
-    """How an update ended. It was committed if ``error`` is None.
-
-    ``weight_version`` is what it brought, or would have; ``state`` the server's afterwards. ``tensors`` and ``bytes``
-    are those of its plan. ``seconds`` since ``begin``, ``pause_seconds`` with the gate closed, ``phase_seconds`` and
-    ``worker_seconds`` as in ``LastUpdate``; of a failed update all of them until it had failed.
-    """
-
-    update_id: str
-    epoch: int
-    kind: UpdateKind
-    weight_version: str
-    mode: UpdateMode
-    transport: str
-    digest: DigestKind
-    state: ServerState
-    error: OutcomeError | None = None
-    tensors: int
-    bytes: int
-    seconds: float
-    pause_seconds: float
-    phase_seconds: dict[str, float] = Field(default_factory=dict)
-    worker_seconds: dict[str, float] = Field(default_factory=dict)
-    started_at: AwareDatetime
-    finished_at: AwareDatetime
-
-
-class HistoryAnswer(_Answer):
-    """``GET /reload/history``: the last ten updates since the server started, the latest first."""
-
-    instance_id: str
-    updates: list[UpdateOutcome] = Field(default_factory=list)
-
-
-class CopyRole(StrEnum):
-    """Which weights a kept copy holds: those committed last, or those before them."""
-
-    SERVED = "served"
-    PREVIOUS = "previous"
-
-
-class CopyStatus(_Answer):
-    """Checkpoint tensors that a server keeps in host memory, for a rollback."""
-
-    role: CopyRole
-    weight_version: str
-    bytes: int
-
-
-class WorkerStatus(_Answer):
-    """One vLLM rank of this server. ``rank`` counts over all engines, in the order of the data plane.
-
-    ``self_check`` says what became of the trial reload at start: ``passed``, ``failed``, ``skipped`` or ``off``.
-    ``reload_refused``: the reason known at start for which this worker takes no update. ``host_id``: equal to the
-    trainer's own (``transports.shared_memory.host_id``) where the two can share memory. ``gpu``: the UUID of its GPU,
-    '' on a CPU.
-    """
-
-    rank: int
-    pid: int
-    device: str
-    transports: list[str] = Field(default_factory=list)
-    host_id: str = ""
-    gpu: str = ""
-    weight_version: str
-    tainted: bool = False
-    self_check: str | None = None
-    reload_refused: ErrorDetail | None = None
-    buckets_done: int = 0
-    tensors_done: int = 0
-    bytes_done: int = 0
-
-
-class Status(_Answer):
-    """``GET /reload/status``: 200 while ``serving``, else 503 with the same body.
-
-    ``expects``: the ``digest`` of what ``GET /reload/manifest`` would answer; whoever has that answer need not ask.
-    ``paused``: a trainer asked for it over vLLM's own routes; requests wait until it resumes.
-    """
-
-    protocol: str
-    instance_id: str
-    state: ServerState
-    serving: bool
-    paused: bool = False
-    weight_version: str
-    previous_version: str | None = None
-    update: UpdateStatus | None = None
-    last_error: LastError | None = None
-    last_update: LastUpdate | None = None
-    fingerprint: str | None = None
-    expects: str | None = None
-    copies: list[CopyStatus] = Field(default_factory=list)
-    workers: list[WorkerStatus] = Field(default_factory=list)
-
-
-class ManifestAnswer(_Answer):
+class ManifestAnswer(Answer):
     """``GET /reload/manifest``: the checkpoint that this server's model expects.
 
     ``optional`` tensors may be sent or left out (a tied ``lm_head``). ``tied`` names, for those of them that have no

@@ -20,14 +20,11 @@ from weightpush_protocol.messages import (
     DiskReloadRequest,
     FinishAnswer,
     FinishRequest,
-    HistoryAnswer,
     KeepAnswer,
     KeepRequest,
-    LastError,
     PrepareAnswer,
     PrepareRequest,
     RollbackRequest,
-    Status,
     StreamAnswer,
     StreamRequest,
     UpdateMode,
@@ -36,6 +33,7 @@ from weightpush_protocol.messages import (
     utc_now,
 )
 from weightpush_protocol.state import Phase, ServerState
+from weightpush_protocol.status import HistoryAnswer, LastError, Status
 from weightpush_protocol.transports.http import LENGTH_BYTES, header_bytes, parse_header
 from weightpush_protocol.versions import mismatch
 from weightpush_server.completion import Completion

@@ -8,7 +8,8 @@ from typing import Final
 from pydantic import BaseModel, Field
 
 from weightpush_protocol.errors import ErrorDetail
-from weightpush_protocol.messages import OutcomeError, UpdateKind, UpdateOutcome, utc_now
+from weightpush_protocol.messages import utc_now
+from weightpush_protocol.status import OutcomeError, UpdateKind, UpdateOutcome
 from weightpush_server.observe.happenings import Happening, UpdateEnded
 from weightpush_server.records import FROM_DISK, UpdateRecord
 

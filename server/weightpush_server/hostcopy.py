@@ -17,7 +17,7 @@ import torch
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
-from weightpush_protocol.messages import CopyRole
+from weightpush_protocol.status import CopyRole
 from weightpush_server.reload.memory import free_bytes
 from weightpush_server.stored import OpenCheckpoint, StoredCheckpoint, StoredFile, StoredTensor
 

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
-from weightpush_protocol.messages import CopyRole, CopyStatus, FinishAnswer
+from weightpush_protocol.messages import FinishAnswer
 from weightpush_protocol.state import Phase, ServerState
+from weightpush_protocol.status import CopyRole, CopyStatus
 from weightpush_server.engine import Engine, swallow
 from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord, shortened
 from weightpush_server.shared_state import SharedState

@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 from weightpush_protocol import PROTOCOL_VERSION
-from weightpush_protocol.messages import Status, UpdateStatus, WorkerStatus, utc_now
+from weightpush_protocol.messages import utc_now
+from weightpush_protocol.status import Status, UpdateStatus, WorkerStatus
 from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord
 
 

@@ -13,19 +13,16 @@ from pydantic import AwareDatetime, BaseModel, Field
 from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
 from weightpush_protocol.messages import (
     BeginAnswer,
-    CopyRole,
-    CopyStatus,
     Deadlines,
     DigestKind,
     FinishAnswer,
     InFlight,
-    LastError,
-    LastUpdate,
     PrepareAnswer,
     UpdateMode,
     utc_now,
 )
 from weightpush_protocol.state import Event, Phase, ServerState, next_state
+from weightpush_protocol.status import CopyRole, CopyStatus, LastError, LastUpdate
 
 #: What stands in the place of a transport where a kept copy lands again, or a checkpoint on the server's disk, and
 #: where tensors come from one of vLLM's own trainer engines.

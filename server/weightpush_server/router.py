@@ -25,20 +25,19 @@ from weightpush_protocol.messages import (
     Epoch,
     FinishAnswer,
     FinishRequest,
-    HistoryAnswer,
     KeepAnswer,
     KeepRequest,
     ManifestAnswer,
     PrepareAnswer,
     PrepareRequest,
     RollbackRequest,
-    Status,
     StreamAnswer,
     StreamRequest,
     UpdateId,
     VerifyAnswer,
     VerifyRequest,
 )
+from weightpush_protocol.status import HistoryAnswer, Status
 from weightpush_server.bodies import MANIFEST_BODY_S, SMALL_BODY_BYTES, SMALL_BODY_S, read_json, spooled
 from weightpush_server.context import ServerContext
 from weightpush_server.log import logger

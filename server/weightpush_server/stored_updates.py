@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.limits import SETTLE_S
-from weightpush_protocol.messages import CopyRole, DigestKind, FinishAnswer, RollbackRequest, UpdateMode
+from weightpush_protocol.messages import DigestKind, FinishAnswer, RollbackRequest, UpdateMode
 from weightpush_protocol.state import ServerState
+from weightpush_protocol.status import CopyRole
 from weightpush_server.engine import Engine
 from weightpush_server.hostcopy import no_copy
 from weightpush_server.lifecycle import UpdateLifecycle

@@ -15,7 +15,8 @@ from typing import Any, Concatenate, ParamSpec
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
-from weightpush_protocol.messages import BeginCall, BeginRequest, CopyRole, UpdateMode, VerifyRequest
+from weightpush_protocol.messages import BeginCall, BeginRequest, UpdateMode, VerifyRequest
+from weightpush_protocol.status import CopyRole
 from weightpush_protocol.transports.base import check_available
 from weightpush_protocol.transports.frames import largest_frame
 from weightpush_server.ranks import server_rank

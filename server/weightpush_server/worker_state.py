@@ -8,7 +8,8 @@ from typing import Any, get_args
 import torch
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import BeginRequest, CopyRole, CopyStatus
+from weightpush_protocol.messages import BeginRequest
+from weightpush_protocol.status import CopyRole, CopyStatus
 from weightpush_protocol.transports.base import TransportName, check_available
 from weightpush_protocol.transports.cuda_memory import gpu_id
 from weightpush_protocol.transports.shared_memory import host_id

@@ -13,8 +13,9 @@ import pytest
 from support.browser import Browser, Page
 from support.record_server import GIB, RecordServer
 from weightpush_protocol.errors import ErrorCode, ErrorDetail, WeightPushError
-from weightpush_protocol.messages import CopyRole, CopyStatus, UpdateMode
+from weightpush_protocol.messages import UpdateMode
 from weightpush_protocol.state import Phase, ServerState
+from weightpush_protocol.status import CopyRole, CopyStatus
 from weightpush_server.records import FROM_COPY
 
 TOKEN = "a-token-of-these-tests"

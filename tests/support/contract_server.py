@@ -41,21 +41,17 @@ from weightpush_protocol.messages import (
     FinishRequest,
     KeepAnswer,
     KeepRequest,
-    LastError,
-    LastUpdate,
     ManifestAnswer,
     PlanSummary,
     PrepareAnswer,
     PrepareRequest,
     RollbackRequest,
-    Status,
     StreamAnswer,
     StreamRequest,
-    UpdateStatus,
-    WorkerStatus,
     utc_now,
 )
 from weightpush_protocol.state import Phase, ServerState
+from weightpush_protocol.status import LastError, LastUpdate, Status, UpdateStatus, WorkerStatus
 from weightpush_protocol.transports.base import TransportConfig
 from weightpush_protocol.transports.frames import frame_bytes, read_digests
 from weightpush_protocol.transports.http import digests_from_metadata, parse_header

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from unit.test_shared_state import make_update
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import CopyRole, CopyStatus, InFlight, UpdateMode
+from weightpush_protocol.messages import InFlight, UpdateMode
 from weightpush_protocol.state import IllegalTransitionError, Phase, ServerState
+from weightpush_protocol.status import CopyRole, CopyStatus
 from weightpush_server.public_status import build_status
 from weightpush_server.records import ControlRecord, UpdateRecord
 

@@ -19,8 +19,9 @@ from weightpush_client.transport import Link, choose_transport
 from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
-from weightpush_protocol.messages import LastError, LastUpdate, ManifestAnswer, Status, WorkerStatus
+from weightpush_protocol.messages import ManifestAnswer
 from weightpush_protocol.state import ServerState
+from weightpush_protocol.status import LastError, LastUpdate, Status, WorkerStatus
 
 UPDATE = "the-update"
 NOW = datetime(2030, 1, 1, tzinfo=UTC)

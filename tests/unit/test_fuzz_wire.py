@@ -15,14 +15,8 @@ from pydantic import BaseModel, ValidationError
 from weightpush_protocol.dtypes import DTYPE_NAMES, itemsize
 from weightpush_protocol.errors import ErrorBody, ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest, TensorSpec, build_manifest, compare_manifest
-from weightpush_protocol.messages import (
-    AbortRequest,
-    BeginRequest,
-    FinishRequest,
-    Status,
-    StreamRequest,
-    VerifyRequest,
-)
+from weightpush_protocol.messages import AbortRequest, BeginRequest, FinishRequest, StreamRequest, VerifyRequest
+from weightpush_protocol.status import Status
 from weightpush_protocol.transports.base import TransportConfig
 from weightpush_protocol.transports.http import (
     digests_from_metadata,

@@ -10,8 +10,9 @@ import pytest
 
 from unit.test_shared_state import make_update
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import CopyRole, CopyStatus, UpdateMode
+from weightpush_protocol.messages import UpdateMode
 from weightpush_protocol.state import Phase, ServerState
+from weightpush_protocol.status import CopyRole, CopyStatus
 from weightpush_server.observe import lines
 from weightpush_server.observe.happenings import (
     Happening,

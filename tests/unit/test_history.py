@@ -8,8 +8,9 @@ import pytest
 
 from unit.test_shared_state import make_update
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import CopyRole, CopyStatus, HistoryAnswer, UpdateKind, UpdateMode
+from weightpush_protocol.messages import UpdateMode
 from weightpush_protocol.state import Phase, ServerState
+from weightpush_protocol.status import CopyRole, CopyStatus, HistoryAnswer, UpdateKind
 from weightpush_server.history import REMEMBERED
 from weightpush_server.records import FROM_COPY, FROM_DISK, ControlRecord
 from weightpush_server.shared_state import SharedState

@@ -10,7 +10,7 @@ import torch
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
-from weightpush_protocol.messages import CopyRole
+from weightpush_protocol.status import CopyRole
 from weightpush_server import hostcopy as module
 from weightpush_server.hostcopy import HostBudget, HostCopies, HostCopy, HostFile, no_copy
 from weightpush_server.stored import OpenCheckpoint, StoredCheckpoint

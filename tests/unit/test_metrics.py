@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from support.prometheus import Samples, parse, value
 from unit.test_shared_state import make_update
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import CopyRole, CopyStatus, UpdateMode
+from weightpush_protocol.messages import UpdateMode
 from weightpush_protocol.state import Phase, ServerState
+from weightpush_protocol.status import CopyRole, CopyStatus
 from weightpush_server.observe import series
 from weightpush_server.observe.exposition import WeightPushCollector
 from weightpush_server.observe.tally import Distribution, Tally

@@ -16,8 +16,8 @@ import pytest
 from weightpush_client import replica as replicas
 from weightpush_client.replica import Replica, ReplicaSettings, ReplicaState, ReplicaStatus
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import Status
 from weightpush_protocol.state import ServerState
+from weightpush_protocol.status import Status
 
 HOST = "127.0.0.1"
 TOKEN = "a-token-that-nobody-sees"

@@ -17,7 +17,7 @@ from weightpush_client import Deadlines, ErrorCode, PushError, WeightPusher
 from weightpush_client.transport import choose_transport
 from weightpush_protocol.errors import WeightPushError
 from weightpush_protocol.manifest import TensorSpec
-from weightpush_protocol.messages import Status, WorkerStatus
+from weightpush_protocol.status import Status, WorkerStatus
 from weightpush_protocol.transports.shared_memory import MEMORY_NAME, host_id
 
 ALL = ("shm", "gloo", "http")

@@ -24,7 +24,8 @@ from weightpush_client.report import (
 )
 from weightpush_client.sources import Weights
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import Deadlines, DigestKind, InFlight, Status, UpdateMode
+from weightpush_protocol.messages import Deadlines, DigestKind, InFlight, UpdateMode
+from weightpush_protocol.status import Status
 
 __all__ = [
     "Deadlines",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weightpush_client.report import PushError
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import Status
+from weightpush_protocol.status import Status
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ from weightpush_client.membership import connected
 from weightpush_client.report import PushError
 from weightpush_client.urls import normalise_url, normalise_urls
 from weightpush_protocol.errors import WeightPushError
-from weightpush_protocol.messages import AbortRequest, Status, UpdateStatus
+from weightpush_protocol.messages import AbortRequest
+from weightpush_protocol.status import Status, UpdateStatus
 
 
 def status(

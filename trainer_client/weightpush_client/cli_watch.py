@@ -26,7 +26,7 @@ from weightpush_client.http import ServerApi
 from weightpush_client.report import PushError
 from weightpush_client.urls import normalise_url
 from weightpush_protocol.errors import ErrorCode
-from weightpush_protocol.messages import Status
+from weightpush_protocol.status import Status
 
 #: Tries to reconnect in a row, without an event in between, and the pause before each, in seconds.
 _PAUSES_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0)

@@ -23,7 +23,8 @@ from weightpush_protocol.digest_text import texts
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest
 from weightpush_protocol.memory import bytes_under
-from weightpush_protocol.messages import Status, StreamRequest
+from weightpush_protocol.messages import StreamRequest
+from weightpush_protocol.status import Status
 from weightpush_protocol.transports.base import LendingSender, Sender
 from weightpush_protocol.transports.frames import frame_bytes, write_digests
 from weightpush_protocol.transports.http import digests_to_metadata, encode_header

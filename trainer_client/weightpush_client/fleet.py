@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from weightpush_client.http import ServerApi
 from weightpush_client.loop import CallScope, LoopThread
-from weightpush_protocol.messages import Status
+from weightpush_protocol.status import Status
 
 T = TypeVar("T")
 Call = Callable[[int, ServerApi], Awaitable[T]]

@@ -34,13 +34,13 @@ from weightpush_protocol.messages import (
     PrepareAnswer,
     PrepareRequest,
     RollbackRequest,
-    Status,
     StreamAnswer,
     StreamRequest,
     UpdateMode,
     VerifyAnswer,
     VerifyRequest,
 )
+from weightpush_protocol.status import Status
 from weightpush_protocol.versions import READING, mismatch
 
 #: What an answer may take beyond the server's own deadlines, in seconds.

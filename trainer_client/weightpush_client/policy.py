@@ -13,7 +13,7 @@ from typing import Final
 
 from weightpush_client.report import PushError
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import Status
+from weightpush_protocol.status import Status
 
 
 class OnServerFailure(StrEnum):

@@ -42,9 +42,9 @@ from weightpush_protocol.messages import (
     FinishAnswer,
     InFlight,
     RollbackRequest,
-    Status,
     UpdateMode,
 )
+from weightpush_protocol.status import Status
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

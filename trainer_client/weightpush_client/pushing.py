@@ -46,9 +46,9 @@ from weightpush_protocol.messages import (
     FinishAnswer,
     InFlight,
     ManifestAnswer,
-    Status,
     UpdateMode,
 )
+from weightpush_protocol.status import Status
 from weightpush_protocol.transports.base import TransportConfig
 
 #: How long a server may take to notice what its trainer has noticed already, and how often it is asked, in seconds.

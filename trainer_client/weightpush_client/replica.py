@@ -20,7 +20,7 @@ import httpx
 from weightpush_client.server_child import ServerChild
 from weightpush_client.urls import TOKEN_ENV
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.messages import Status
+from weightpush_protocol.status import Status
 
 _LOOK_S: Final = 0.2
 _ANSWER_S: Final = 5.0

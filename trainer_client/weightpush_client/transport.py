@@ -15,7 +15,7 @@ from weightpush_client.report import PushError
 from weightpush_client.stream import Buffers
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest
-from weightpush_protocol.messages import Status
+from weightpush_protocol.status import Status
 from weightpush_protocol.transports.base import Sender, TransportConfig, TransportName, check_available
 from weightpush_protocol.transports.collective import CollectiveSender
 from weightpush_protocol.transports.cuda_memory import gpu_id

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightpush_protocol import PROTOCOL_VERSION
-from weightpush_protocol.messages import CopyRole
 from weightpush_protocol.state import ServerState
+from weightpush_protocol.status import CopyRole
 from weightpush_server.observe import series
 from weightpush_server.observe.series import BOUNDS, Series
 from weightpush_server.observe.tally import Tally

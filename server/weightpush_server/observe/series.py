@@ -12,8 +12,9 @@ from enum import StrEnum
 from itertools import product
 from typing import Final
 
-from weightpush_protocol.messages import CopyRole, UpdateMode
+from weightpush_protocol.messages import UpdateMode
 from weightpush_protocol.state import Phase, ServerState
+from weightpush_protocol.status import CopyRole
 from weightpush_server.observe.happenings import Outcome
 from weightpush_server.records import FROM_COPY, FROM_DISK, FROM_VLLM_TRAINER
 
