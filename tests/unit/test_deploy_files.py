@@ -41,10 +41,10 @@ def parse() -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from weightpush_server.app import _add_own_options
+    from weightpush_server.options import add_own_options
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    _add_own_options(parser)
+    add_own_options(parser)
 
     def parsed(words: Sequence[str]) -> Any:
         restarts, rest = read_options(list(words))

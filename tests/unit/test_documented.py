@@ -42,10 +42,10 @@ def test_every_target_of_make_exists() -> None:
 
 
 def test_every_option_of_serve_exists() -> None:
-    from weightpush_server import app
+    from weightpush_server import options
 
     parser = argparse.ArgumentParser()
-    app._add_own_options(parser)
+    options.add_own_options(parser)
     served = [
         shlex.split(command, comments=True)[2:] for _, command in _SHELL if command.startswith("weightpush serve ")
     ]
@@ -53,8 +53,8 @@ def test_every_option_of_serve_exists() -> None:
     for words in served:
         # The supervisor's own, and vLLM's.
         _, left = parser.parse_known_args([word for word in words if word != "--help=weightpush"])
-        options = {word for word in left if word.startswith("--")}
-        assert options <= {"--host", "--port", "--restart-on-failure"}, words
+        unknown = {word for word in left if word.startswith("--")}
+        assert unknown <= {"--host", "--port", "--restart-on-failure"}, words
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=_place)

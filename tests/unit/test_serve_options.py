@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightpush_protocol.state import ServerState
-from weightpush_server import app
+from weightpush_server import app, options
 from weightpush_server.config import TOKEN_VARIABLE, ServerConfig, StoragePolicy
 from weightpush_server.rundir import RunDirectory
 from weightpush_server.shared_state import SharedState
@@ -39,11 +39,11 @@ def arguments(**changes: Any) -> argparse.Namespace:
 
 def test_our_options_are_read_and_taken_away() -> None:
     parser = argparse.ArgumentParser()
-    app._add_own_options(parser)
+    options.add_own_options(parser)
 
-    def read(*words: str) -> tuple[app._OwnOptions, argparse.Namespace]:
+    def read(*words: str) -> tuple[options.OwnOptions, argparse.Namespace]:
         args = parser.parse_args(words)
-        return app._take_own_options(args), args
+        return options.take_own_options(args), args
 
     own, left = read()
     assert (own.storage_policy, own.self_check) == (StoragePolicy.SCRATCH, True)
@@ -57,37 +57,37 @@ def test_our_options_are_read_and_taken_away() -> None:
 
 def test_reload_roots_are_directories_that_exist(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    app._add_own_options(parser)
+    options.add_own_options(parser)
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     file = tmp_path / "file"
     file.touch()
-    own = app._take_own_options(
+    own = options.take_own_options(
         parser.parse_args(["--reload-root", str(link), "--reload-root", "/", "--await-weights"])
     )
     assert (own.await_weights, own.reload_roots) == (True, (tmp_path.resolve(), Path("/")))
     for root, why in ((file, "is no directory"), (tmp_path / "missing", "No such file")):
-        with pytest.raises(app.StartRefusedError, match=why):
-            app._take_own_options(parser.parse_args(["--reload-root", str(root)]))
+        with pytest.raises(options.StartRefusedError, match=why):
+            options.take_own_options(parser.parse_args(["--reload-root", str(root)]))
 
 
 def test_origins_of_the_fleet_are_exact_and_each_counts_once() -> None:
     parser = argparse.ArgumentParser()
-    app._add_own_options(parser)
+    options.add_own_options(parser)
     words = ["--fleet-origin", "http://GPU-2:8000/", "--fleet-origin", "http://gpu-2:8000"]
-    own = app._take_own_options(parser.parse_args([*words, "--fleet-origin", "https://gpu-3"]))
+    own = options.take_own_options(parser.parse_args([*words, "--fleet-origin", "https://gpu-3"]))
     assert own.fleet_origins == ("http://gpu-2:8000", "https://gpu-3")
     for origin in ("*", "gpu-2:8000", "http://gpu-2/page"):
-        with pytest.raises(app.StartRefusedError, match=r"--fleet-origin: .* is no origin"):
-            app._take_own_options(parser.parse_args(["--fleet-origin", origin]))
+        with pytest.raises(options.StartRefusedError, match=r"--fleet-origin: .* is no origin"):
+            options.take_own_options(parser.parse_args(["--fleet-origin", origin]))
 
 
 @pytest.mark.parametrize("words", [["--restart-on-failure", "3"], ["--end-with-stdin"]])
 def test_what_is_the_supervisors_must_have_been_taken_out(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
-    app._add_own_options(parser)
-    with pytest.raises(app.StartRefusedError, match="must stand on the command line"):
-        app._take_own_options(parser.parse_args(words))
+    options.add_own_options(parser)
+    with pytest.raises(options.StartRefusedError, match="must stand on the command line"):
+        options.take_own_options(parser.parse_args(words))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
@@ -98,7 +98,7 @@ def test_loopback_needs_no_token(host: str) -> None:
 @pytest.mark.case("C24")
 @pytest.mark.parametrize("host", [None, "", "0.0.0.0", "::", "10.0.0.7", "myhost", "localhost.example"])
 def test_any_other_address_needs_a_token(host: str | None) -> None:
-    with pytest.raises(app.StartRefusedError, match="without a control token"):
+    with pytest.raises(options.StartRefusedError, match="without a control token"):
         app.check_startable(arguments(host=host), authenticated=False)
     app.check_startable(arguments(host=host), authenticated=True)
 
@@ -106,7 +106,7 @@ def test_any_other_address_needs_a_token(host: str | None) -> None:
 @pytest.mark.case("C25")
 def test_the_development_routes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    with pytest.raises(app.StartRefusedError, match="VLLM_SERVER_DEV_MODE"):
+    with pytest.raises(options.StartRefusedError, match="VLLM_SERVER_DEV_MODE"):
         app.check_startable(arguments(), authenticated=True)
 
 
@@ -128,7 +128,7 @@ def test_the_development_routes_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_what_would_bypass_us_is_refused(change: dict[str, Any]) -> None:
     (option,) = change
-    with pytest.raises(app.StartRefusedError, match=option.replace("_", "-")):
+    with pytest.raises(options.StartRefusedError, match=option.replace("_", "-")):
         app.check_startable(arguments(**change), authenticated=True)
 
 
@@ -136,24 +136,24 @@ def test_the_token_comes_from_one_place(tmp_path: Path, monkeypatch: pytest.Monk
     file = tmp_path / "token"
     file.write_text("from-file\n")
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    assert app._find_token(None, None) == (None, None)
+    assert options.find_token(None, None) == (None, None)
     monkeypatch.setenv(TOKEN_VARIABLE, "from-environment")
-    assert app._find_token(None, None) == ("from-environment", None)
-    assert app._find_token(None, file) == (None, file)
-    assert app._find_token("from-flag", None) == ("from-flag", None)
+    assert options.find_token(None, None) == ("from-environment", None)
+    assert options.find_token(None, file) == (None, file)
+    assert options.find_token("from-flag", None) == ("from-flag", None)
     monkeypatch.chdir(tmp_path)
-    assert app._find_token(None, Path("token")) == (None, file)
-    with pytest.raises(app.StartRefusedError, match="not both"):
-        app._find_token("a", file)
-    with pytest.raises(app.StartRefusedError, match="cannot be read"):
-        app._find_token(None, tmp_path / "missing")
+    assert options.find_token(None, Path("token")) == (None, file)
+    with pytest.raises(options.StartRefusedError, match="not both"):
+        options.find_token("a", file)
+    with pytest.raises(options.StartRefusedError, match="cannot be read"):
+        options.find_token(None, tmp_path / "missing")
     for bad in ("", "two words", "tab\there", "ümlaut"):
-        with pytest.raises(app.StartRefusedError, match="--control-token is no control token") as refused:
-            app._find_token(bad, None)
+        with pytest.raises(options.StartRefusedError, match="--control-token is no control token") as refused:
+            options.find_token(bad, None)
         assert not bad or bad not in str(refused.value)
         file.write_text(bad)
-        with pytest.raises(app.StartRefusedError, match="--control-token-file"):
-            app._find_token(None, file)
+        with pytest.raises(options.StartRefusedError, match="--control-token-file"):
+            options.find_token(None, file)
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_hooks_are_set_and_the_users_own_kept(monkeypatch: pytest.MonkeyPatch, d
                 patch.delenv(name)
         patch.setattr(os, "environ", os.environ.copy())
         args = arguments()
-        own = app._OwnOptions(
+        own = options.OwnOptions(
             token="secret",
             token_file=None,
             weight_version="v0",
@@ -221,18 +221,18 @@ def test_named_plugins_stay_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_routes_of_vllm_are_asked_for_and_may_stand_open_on_loopback_alone() -> None:
     parser = argparse.ArgumentParser()
-    app._add_own_options(parser)
+    options.add_own_options(parser)
 
-    def read(*words: str) -> app._OwnOptions:
-        return app._take_own_options(parser.parse_args(words))
+    def read(*words: str) -> options.OwnOptions:
+        return options.take_own_options(parser.parse_args(words))
 
     own = read()
     assert (own.vllm_routes, own.vllm_routes_open) == (False, False)
     own = read("--compat", "vllm", "--compat-without-token")
     assert (own.vllm_routes, own.vllm_routes_open) == (True, True)
-    with pytest.raises(app.StartRefusedError, match="--compat vllm"):
+    with pytest.raises(options.StartRefusedError, match="--compat vllm"):
         read("--compat-without-token")
     app.check_startable(arguments(), authenticated=True, open_routes=True)
     for where in ({"host": "0.0.0.0"}, {"host": None}, {"host": "gpu-7"}, {"uds": "/run/vllm.sock"}):
-        with pytest.raises(app.StartRefusedError, match="--compat-without-token"):
+        with pytest.raises(options.StartRefusedError, match="--compat-without-token"):
             app.check_startable(arguments(**where), authenticated=True, open_routes=True)
