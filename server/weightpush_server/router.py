@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import ManifestFacts
@@ -40,7 +38,7 @@ from weightpush_protocol.messages import (
 from weightpush_protocol.status import HistoryAnswer, Status
 from weightpush_server.bodies import MANIFEST_BODY_S, SMALL_BODY_BYTES, SMALL_BODY_S, read_json, spooled
 from weightpush_server.context import ServerContext
-from weightpush_server.log import logger
+from weightpush_server.error_route import ErrorRoute
 from weightpush_server.openapi import json_body, query, responses
 
 _EVENT_POLL_S: Final = 0.1
@@ -51,27 +49,14 @@ _BUCKET_BODY: Final = {"application/octet-stream": {"schema": {"type": "string",
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class _ErrorRoute(APIRoute):
-    """Answers a ``WeightPushError`` in the one error shape, whatever handlers vLLM's application has."""
+class _ErrorRoute(ErrorRoute):
+    """Answers in the one error shape of this protocol."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def guarded(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except WeightPushError as error:
-                # What comes late is not waited for.
-                headers = {"Connection": "close"} if error.code is ErrorCode.SLOW_BODY else None
-                return _json(error.body(), error.http_status, headers)
-            except ClientDisconnect:
-                raise
-            except Exception as error:  # noqa: BLE001 - every answer has the one error shape
-                logger.exception("%s %s", request.method, request.url.path)
-                failure = WeightPushError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"[:1000])
-                return _json(failure.body(), failure.http_status)
-
-        return guarded
+    @staticmethod
+    def answer(error: WeightPushError) -> Response:
+        # What comes late is not waited for.
+        headers = {"Connection": "close"} if error.code is ErrorCode.SLOW_BODY else None
+        return _json(error.body(), error.http_status, headers)
 
 
 router = APIRouter(prefix="/reload", tags=["weightpush"], route_class=_ErrorRoute)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect
 
 from weightpush_protocol.errors import ErrorBody, ErrorCode, WeightPushError
 from weightpush_server.bodies import MANIFEST_BODY_S, SMALL_BODY_BYTES, SMALL_BODY_S, read_json
@@ -24,7 +22,7 @@ from weightpush_server.compat.messages import (
     VersionRequest,
     WorldQuery,
 )
-from weightpush_server.log import logger
+from weightpush_server.error_route import ErrorRoute
 from weightpush_server.openapi import json_body, query
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -62,34 +60,16 @@ _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
-class _VllmErrorRoute(APIRoute):
+class _VllmErrorRoute(ErrorRoute):
     """Answers every error in vLLM's shape."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def guarded(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except WeightPushError as error:
-                failure = error
-            except ClientDisconnect:
-                raise
-            except Exception as error:  # noqa: BLE001 - every answer has the one error shape
-                logger.exception("%s %s", request.method, request.url.path)
-                failure = WeightPushError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"[:1000])
-            return error_answer(failure)
-
-        return guarded
-
-
-def error_answer(error: WeightPushError) -> JSONResponse:
-    """Return the answer that tells ``error`` to a client of vLLM's kind."""
-    status = error.http_status if error.http_status < 500 else _NOT_AGAIN
-    detail = VllmErrorDetail(message=error.message, type=error.code.value, code=status)
-    # What comes late is not waited for.
-    headers = {"Connection": "close"} if error.code is ErrorCode.SLOW_BODY else None
-    return JSONResponse(VllmError(error=detail).model_dump(), status_code=status, headers=headers)
+    @staticmethod
+    def answer(error: WeightPushError) -> Response:
+        status = error.http_status if error.http_status < 500 else _NOT_AGAIN
+        detail = VllmErrorDetail(message=error.message, type=error.code.value, code=status)
+        # What comes late is not waited for.
+        headers = {"Connection": "close"} if error.code is ErrorCode.SLOW_BODY else None
+        return JSONResponse(VllmError(error=detail).model_dump(), status_code=status, headers=headers)
 
 
 router = APIRouter(tags=["weightpush: vLLM's weight-transfer routes"], route_class=_VllmErrorRoute, responses=_ERRORS)
