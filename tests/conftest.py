@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import pytest
@@ -21,3 +22,13 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_configure() -> None:
     # Two cores: more threads only wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def server_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What the server logs, once each: vLLM's logger, whoever has set it up by now, hands nothing on to pytest's."""
+    logger = logging.getLogger("vllm.weightpush")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    caplog.set_level(logging.INFO, "vllm.weightpush")
+    return caplog

@@ -89,7 +89,8 @@ _MUST_COMMIT: Final = frozenset(
 _MUST_FAIL: Final[dict[Fault, frozenset[str]]] = {
     Fault.FLIP_BYTE: frozenset({"digest_mismatch"}),
     Fault.SWAP_TENSORS: frozenset({"digest_mismatch"}),
-    Fault.TRUNCATE: frozenset({"bucket_mismatch", "transport_failed"}),
+    # Over shm all sizes were said before: what is missing there shows in the digests.
+    Fault.TRUNCATE: frozenset({"bucket_mismatch", "transport_failed", "digest_mismatch"}),
     Fault.REPEAT: frozenset({"bucket_out_of_order"}),
     # Over shm the number is not in an announcement but with the bytes.
     Fault.REORDER: frozenset({"bucket_out_of_order", "transport_failed"}),

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
 from faults.checks import Outcome
 from faults.plan import Fault
 from weightpush_client import PushError, PushProgress, WeightPusher, delivery
+from weightpush_protocol.digest_text import DIGEST_BYTES
 from weightpush_protocol.messages import Deadlines
 from weightpush_protocol.transports import sockets
 
@@ -30,6 +31,9 @@ BUCKET_BYTES: Final = 40_000
 SHORT: Final = Deadlines(rendezvous_s=10, bucket_s=10, drain_s=5, commit_s=20, lease_s=2)
 #: For all others: long enough for two cores that others use as well.
 LONG: Final = Deadlines(rendezvous_s=30, bucket_s=30, drain_s=5, commit_s=60, lease_s=20)
+
+#: By name, or over shm as bytes in the order of the bucket.
+_Digests = TypeVar("_Digests", dict[str, str], bytes)
 
 _FORKS: Final = multiprocessing.get_context("forkserver")
 
@@ -210,10 +214,13 @@ def _spoiled(deliver: Callable[..., None], job: Job, struck: Callable[[], None])
     return spoiling
 
 
-def swapped(buffer: torch.Tensor, digests: dict[str, str]) -> tuple[torch.Tensor, dict[str, str]]:
+def swapped(buffer: torch.Tensor, digests: _Digests) -> tuple[torch.Tensor, _Digests]:
     """Return a bucket whose bytes and digests are in each other's place: of two tensors, or of one tensor's halves."""
-    names = list(digests)
-    if len(names) > 1:
+    if isinstance(digests, bytes):
+        if len(digests) > DIGEST_BYTES:
+            return buffer, digests[-DIGEST_BYTES:] + digests[DIGEST_BYTES:-DIGEST_BYTES] + digests[:DIGEST_BYTES]
+    elif len(digests) > 1:
+        names = list(digests)
         return buffer, {**digests, names[0]: digests[names[-1]], names[-1]: digests[names[0]]}
     half = buffer.numel() // 2
     return torch.cat((buffer[half:], buffer[:half])), digests

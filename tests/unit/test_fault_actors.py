@@ -105,6 +105,10 @@ def test_tensors_and_halves_change_places() -> None:
     mixed, digests = swapped(buffer, {"a": "1"})
     assert digests == {"a": "1"}
     assert mixed.tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
+    # As they travel over shm.
+    assert swapped(buffer, b"1" * 8 + b"2" * 8 + b"3" * 8)[1] == b"3" * 8 + b"2" * 8 + b"1" * 8
+    mixed, raw = swapped(buffer, b"1" * 8)
+    assert (mixed.tolist(), raw) == ([4, 5, 6, 7, 0, 1, 2, 3], b"1" * 8)
 
 
 def answer_of(text: str, *, streamed: bool) -> object:

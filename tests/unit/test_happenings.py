@@ -180,25 +180,24 @@ def test_an_id_that_comes_again_is_another_update() -> None:
 # Lines
 
 
-def test_each_phase_is_one_line_with_the_id_of_its_update(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_phase_is_one_line_with_the_id_of_its_update(server_log: pytest.LogCaptureFixture) -> None:
     server = Server()
     happened = server.begin() + server.enter(Phase.DRAINING) + server.change(lambda control: control.close_gate())
     happened += server.change(lambda control: control.commit(fingerprint="f"))
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.INFO, logger="vllm.weightpush"):
-        for happening in happened:
-            lines.write(happening)
-    events = [record.message.split()[0] for record in caplog.records]
+    for happening in happened:
+        lines.write(happening)
+    events = [record.message.split()[0] for record in server_log.records]
     assert events == [
         *("event=weightpush.update_began", "event=weightpush.update_phase"),
         *("event=weightpush.update_phase", "event=weightpush.update_committed"),
     ]
-    assert all(" update_id=u1 " in record.message for record in caplog.records)
-    assert all(record.weightpush["update_id"] == "u1" for record in caplog.records)
-    assert "phase=checking seconds=" in caplog.records[1].message
-    assert "weight_version=v1 mode=direct transport=gloo in_flight=wait tensors=3 bytes=12" in caplog.records[0].message
+    assert all(" update_id=u1 " in record.message for record in server_log.records)
+    assert all(record.weightpush["update_id"] == "u1" for record in server_log.records)
+    assert "phase=checking seconds=" in server_log.records[1].message
+    assert (
+        "weight_version=v1 mode=direct transport=gloo in_flight=wait tensors=3 bytes=12"
+        in server_log.records[0].message
+    )
 
 
 def test_a_failure_is_a_warning_with_code_and_reason() -> None:
@@ -269,7 +268,7 @@ def test_the_listener_hears_of_it_when_the_lock_is_free_and_only_of_news(tmp_pat
 
 
 def test_watching_never_fails_an_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_log: pytest.LogCaptureFixture
 ) -> None:
     from weightpush_server.observe.listener import Listener
 
@@ -277,7 +276,6 @@ def test_watching_never_fails_an_update(
         tmp_path / "state", workers=1, control=ControlRecord(instance_id="i", weight_version="v0")
     )
     shared.listener = Listener()
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
     def broken(*_: object) -> None:
         raise RuntimeError("broken")
@@ -289,7 +287,7 @@ def test_watching_never_fails_an_update(
     with shared.transaction() as control:
         control.close_gate()
     assert shared.control().state is ServerState.UPDATING
-    assert [record.message for record in caplog.records] == [
+    assert [record.message for record in server_log.records] == [
         "what happened could not be logged",
         "what happened could not be counted",
     ]

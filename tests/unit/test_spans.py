@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -201,17 +200,16 @@ def test_a_collector_that_hangs_holds_nobody_up_and_fills_no_memory() -> None:
 
 
 def test_a_protocol_that_does_not_exist_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, server_log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     writer = SpanWriter()
     writer.tell(committed())
     assert writer.flush(60)
     writer.tell(committed())
     assert writer.flush(60)
-    (record,) = [record for record in caplog.records if record.name == "vllm.weightpush"]
+    (record,) = [record for record in server_log.records if record.name == "vllm.weightpush"]
     assert "'http/json'" in record.message
     assert "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL" in record.message
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -23,25 +22,15 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    # vLLM's logger, once it is set up, hands nothing on to the root's handlers.
-    logger = logging.getLogger("vllm.weightpush")
-    monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    caplog.set_level(logging.INFO, "vllm.weightpush")
-    monkeypatch.setattr(logger, "propagate", False)
-    return caplog
-
-
-def test_a_rotation_with_an_overlap(file: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_rotation_with_an_overlap(file: Path, server_log: pytest.LogCaptureFixture) -> None:
     tokens = TokenFile(file)
     assert (tokens.accepts("old"), tokens.accepts("new"), tokens.accepts("")) == (True, False, False)
     file.write_text("old\n\n  new  \n")
     assert (tokens.accepts("old"), tokens.accepts("new"), tokens.accepts("ol")) == (True, True, False)
     file.write_text("new\n")
     assert (tokens.accepts("old"), tokens.accepts("new")) == (False, True)
-    assert [record.levelname for record in log.records] == ["INFO", "INFO"]
-    assert "old" not in log.text.replace(str(file), "")
+    assert [record.levelname for record in server_log.records] == ["INFO", "INFO"]
+    assert "old" not in server_log.text.replace(str(file), "")
 
 
 def test_a_file_that_is_replaced_or_linked_elsewhere_is_noticed(tmp_path: Path) -> None:
@@ -61,32 +50,34 @@ def test_a_file_that_is_replaced_or_linked_elsewhere_is_noticed(tmp_path: Path) 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"two words", b"\xff\xfe", b"x" * 70_000, b"a\n" + "ü".encode()])
 def test_a_broken_file_keeps_the_last_good_tokens_and_is_told_once(
-    file: Path, content: bytes, log: pytest.LogCaptureFixture
+    file: Path, content: bytes, server_log: pytest.LogCaptureFixture
 ) -> None:
     tokens = TokenFile(file)
     file.write_bytes(content)
     for _ in range(3):
         assert tokens.accepts("old")
         assert not tokens.accepts("a")
-    assert [record.levelname for record in log.records] == ["ERROR"]
-    assert "stay in force" in log.text
-    assert "two words" not in log.text
+    assert [record.levelname for record in server_log.records] == ["ERROR"]
+    assert "stay in force" in server_log.text
+    assert "two words" not in server_log.text
     file.write_text("good")
     assert (tokens.accepts("old"), tokens.accepts("good")) == (False, True)
 
 
-def test_a_missing_file_keeps_the_last_good_tokens_and_is_told_once(file: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_missing_file_keeps_the_last_good_tokens_and_is_told_once(
+    file: Path, server_log: pytest.LogCaptureFixture
+) -> None:
     tokens = TokenFile(file)
     file.unlink()
     for _ in range(3):
         assert tokens.accepts("old")
-    assert [record.levelname for record in log.records] == ["ERROR"]
+    assert [record.levelname for record in server_log.records] == ["ERROR"]
     file.write_text("new")
     assert (tokens.accepts("old"), tokens.accepts("new")) == (False, True)
 
 
 def test_what_is_no_file_keeps_the_last_good_tokens_and_nobody_waits_for_it(
-    file: Path, log: pytest.LogCaptureFixture
+    file: Path, server_log: pytest.LogCaptureFixture
 ) -> None:
     tokens = TokenFile(file)
     for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
@@ -94,8 +85,8 @@ def test_what_is_no_file_keeps_the_last_good_tokens_and_nobody_waits_for_it(
         make(file)
         for _ in range(3):
             assert (tokens.accepts("old"), tokens.accepts("new")) == (True, False)
-    assert [record.levelname for record in log.records] == ["ERROR"]
-    assert "not a regular file" in log.text
+    assert [record.levelname for record in server_log.records] == ["ERROR"]
+    assert "not a regular file" in server_log.text
     file.unlink()
     file.write_text("new")
     assert (tokens.accepts("old"), tokens.accepts("new")) == (False, True)
@@ -112,12 +103,12 @@ def test_no_start_without_a_good_file(tmp_path: Path) -> None:
         TokenFile(tmp_path / "fifo")
 
 
-def test_a_file_that_others_can_read_is_warned_of(file: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_others_can_read_is_warned_of(file: Path, server_log: pytest.LogCaptureFixture) -> None:
     TokenFile(file)
-    assert log.records == []
+    assert server_log.records == []
     file.chmod(0o644)
     TokenFile(file)
-    assert "every user of this machine can read" in log.text
+    assert "every user of this machine can read" in server_log.text
 
 
 def test_limits_of_a_file() -> None:

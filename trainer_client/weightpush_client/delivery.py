@@ -133,8 +133,8 @@ class Delivery:
             PushError: a server refused it, or what it says about a transport that failed.
             WeightPushError: ``transport_failed``, and no server knows why.
         """
-        # Only NCCL reads what lies on a GPU.
-        host = buffer.cpu() if any(link.name != "nccl" for link, _, _ in self._ways) else buffer
+        # These two read the host's memory; shared memory may lie anywhere.
+        host = buffer.cpu() if any(link.name in {"http", "gloo"} for link, _, _ in self._ways) else buffer
 
         def send(way: _Way) -> None:
             link, fleet, update = way
@@ -145,7 +145,7 @@ class Delivery:
                 if isinstance(link.sender, LendingSender):
                     if number not in self._frames:
                         self._lend(way, number)
-                    deliver_by_sharing(fleet, update, link.sender, self._frames.pop(number), number, host, digests)
+                    deliver_by_sharing(fleet, update, link.sender, self._frames.pop(number), number, buffer, digests)
                     return
                 named = self._named(number, digests)
                 deliver_by_broadcast(fleet, update, link.sender, number, buffer if link.name == "nccl" else host, named)
