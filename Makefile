@@ -11,6 +11,7 @@ setup: $(READY)
 
 # torch goes first and with its dependencies: elsewhere than where pip finds a CPU build, its libraries come that way.
 $(READY): requirements/cpu.txt pyproject.toml
+	@echo 'Setting $(VENV) up: about 3 GB, a few minutes.'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install "$$(grep '^torch==' requirements/cpu.txt)"
 	$(PIP) install --no-deps -r requirements/cpu.txt

@@ -173,6 +173,7 @@ def run(*, keep: bool) -> None:
         make_tiny_checkpoint(directory, config=QWEN3_CONFIG, model_type="qwen3", seed=seed)
     story.tell(f"Made two random checkpoints of one tiny Qwen3: {old} and {new}.")
 
+    print("   (vLLM starts twice now, which takes a minute or two.)", flush=True)
     started = time.monotonic()
     with servers((old, "server"), (new, "server-on-new-weights")) as (server, reference):
         server.wait()
