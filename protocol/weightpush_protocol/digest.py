@@ -24,7 +24,7 @@ weak spot, as they were for sums of products modulo 2^64.
 **Cost.** On a CPU one read of the tensor: 17 GB/s on one core of an AMD EPYC, where copying runs at 9 GB/s, and two
 microseconds for a small tensor. Other threads may run meanwhile: each chunk is large enough for the library to release
 the interpreter. On a GPU the whole chunks are hashed by some ten kernels that read or write them, and 5 small ones for
-each KiB of a chunk; :func:`bucket_digests` does the latter for all tensors of a bucket together. Their tails, below one
+each KiB of a chunk; :func:`raw_digests` does the latter for all tensors of a bucket together. Their tails, below one
 chunk, are copied to the host.
 """
 
@@ -38,7 +38,6 @@ from typing import Final
 import torch
 import xxhash
 
-from weightpush_protocol.digest_text import texts
 from weightpush_protocol.dtypes import dtype_name
 from weightpush_protocol.memory import bytes_under
 
@@ -73,19 +72,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return _digest(b"".join(hashes), tensor.numel() * tensor.element_size())
 
 
-def bucket_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> list[str]:
+def raw_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> bytes:
     """Return the digests of the bytes at ``places``, pairs of offset and size, in ``buffer``, a 1-d uint8 tensor.
 
-    Each is what :func:`tensor_digest` says of these bytes; all together take far fewer calls of torch.
-
-    Raises:
-        ValueError: as :func:`raw_digests`.
-    """
-    return texts(raw_digests(buffer, places))
-
-
-def raw_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> bytes:
-    """Return what :func:`bucket_digests` returns as bytes, eight for each digest.
+    Each is what :func:`tensor_digest` says of these bytes, as eight bytes; all together take far fewer calls of torch.
 
     Raises:
         ValueError: ``buffer`` is something else, or a place lies beyond its end.

@@ -2,16 +2,22 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 import xxhash
 
 from weightpush_protocol import digest as digest_module
-from weightpush_protocol.digest import CHUNK_BYTES, bucket_digests, tensor_digest
+from weightpush_protocol.digest import CHUNK_BYTES, raw_digests, tensor_digest
+from weightpush_protocol.digest_text import texts
 from weightpush_protocol.dtypes import DTYPE_NAMES, torch_dtype
 
 SIZES = [0, 1, 7, 8, 9, 4095, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES + 5]
+
+
+def bucket_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> Sequence[str]:
+    return texts(raw_digests(buffer, places))
 
 
 def reference(data: bytes) -> str:
