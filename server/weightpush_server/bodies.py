@@ -11,10 +11,10 @@ import fcntl
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import Any, BinaryIO, Final, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -196,3 +196,18 @@ def _size(entry: os.DirEntry[str]) -> int:
         return entry.stat().st_size
     except FileNotFoundError:  # Its body has landed meanwhile.
         return 0
+
+
+def read_query(values: Mapping[str, Any], model: type[_Model]) -> _Model:
+    """Return the parameters of a query as a ``model``.
+
+    Raises:
+        WeightPushError: ``invalid_request``, naming the first that does not fit.
+    """
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise WeightPushError(
+            ErrorCode.INVALID_REQUEST, f"query parameter {problem['loc'][0]}: {problem['msg']}"
+        ) from None

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import ManifestFacts
@@ -36,7 +36,7 @@ from weightpush_protocol.messages import (
     VerifyRequest,
 )
 from weightpush_protocol.status import HistoryAnswer, Status
-from weightpush_server.bodies import MANIFEST_BODY_S, SMALL_BODY_BYTES, SMALL_BODY_S, read_json, spooled
+from weightpush_server.bodies import MANIFEST_BODY_S, SMALL_BODY_BYTES, SMALL_BODY_S, read_json, read_query, spooled
 from weightpush_server.context import ServerContext
 from weightpush_server.error_route import ErrorRoute
 from weightpush_server.openapi import json_body, query, responses
@@ -164,13 +164,7 @@ def _stream_query(request: Request) -> _StreamQuery:
         if running is None:
             raise WeightPushError(ErrorCode.STALE_UPDATE, "no update is running; POST /reload/begin first")
         values["update_id"] = running.update_id
-    try:
-        return _StreamQuery.model_validate(values)
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise WeightPushError(
-            ErrorCode.INVALID_REQUEST, f"query parameter {problem['loc'][0]}: {problem['msg']}"
-        ) from None
+    return read_query(values, _StreamQuery)
 
 
 @asynccontextmanager

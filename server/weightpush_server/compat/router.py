@@ -7,10 +7,10 @@ from typing import Any, Final, TypeVar
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from weightpush_protocol.errors import ErrorBody, ErrorCode, WeightPushError
-from weightpush_server.bodies import MANIFEST_BODY_S, SMALL_BODY_BYTES, SMALL_BODY_S, read_json
+from weightpush_server.bodies import MANIFEST_BODY_S, SMALL_BODY_BYTES, SMALL_BODY_S, read_json, read_query
 from weightpush_server.compat.calls import VllmCalls, server_facts
 from weightpush_server.compat.messages import (
     CacheQuery,
@@ -84,20 +84,11 @@ async def _small_body(request: Request, model: type[_Model]) -> _Model:
     return await read_json(request, model, limit=SMALL_BODY_BYTES, within_s=SMALL_BODY_S)
 
 
-def _query(request: Request, model: type[_Model]) -> _Model:
-    try:
-        return model.model_validate(dict(request.query_params))
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise WeightPushError(
-            ErrorCode.INVALID_REQUEST, f"query parameter {problem['loc'][0]}: {problem['msg']}"
-        ) from None
-
-
 @router.get("/get_world_size", openapi_extra={"parameters": query(WorldQuery)})
 async def get_world_size(request: Request) -> dict[str, int]:
     """Number of workers: what a trainer's group needs beside the trainer."""
-    return {"world_size": _calls(request).world_size(include_dp=_query(request, WorldQuery).include_dp)}
+    asked = read_query(request.query_params, WorldQuery)
+    return {"world_size": _calls(request).world_size(include_dp=asked.include_dp)}
 
 
 @router.get("/server_info")
@@ -169,7 +160,7 @@ async def finish_weight_update(request: Request) -> dict[str, str]:
 @router.post("/pause", openapi_extra={"parameters": query(PauseQuery)})
 async def pause(request: Request) -> dict[str, str]:
     """Hold requests that come, and end, freeze or await those that run."""
-    await _calls(request).holding.pause(_query(request, PauseQuery).mode)
+    await _calls(request).holding.pause(read_query(request.query_params, PauseQuery).mode)
     return {"status": "paused"}
 
 
@@ -189,7 +180,7 @@ async def is_paused(request: Request) -> dict[str, bool]:
 @router.post("/reset_prefix_cache", openapi_extra={"parameters": query(CacheQuery)})
 async def reset_prefix_cache(request: Request) -> dict[str, bool]:
     """Empty the prefix cache. Every update has done so before its version was published."""
-    asked = _query(request, CacheQuery)
+    asked = read_query(request.query_params, CacheQuery)
     calls = _calls(request)
     return {
         "success": await calls.engine.reset_prefix_cache(
