@@ -18,6 +18,7 @@ from torch import nn
 
 from weightpush_protocol.manifest import NAMED_OFFENDERS, TensorSpec, compare_manifest
 from weightpush_protocol.messages import VerifyAnswer, VerifyDifference, VerifyRequest
+from weightpush_server.reload.contexts import unproven
 from weightpush_server.reload.fingerprint import TensorPrint, combine_prints, tensor_prints
 from weightpush_server.reload.layout import ModelLayout, find_layout
 
@@ -93,6 +94,21 @@ class ServedModel:
         kept = {name: digest for name, digest in self._landed.digests.items() if name not in new}
         self._landed = _Landed(tuple({**self._landed.specs, **new}.values()), {**kept, **digests})
 
+    def check_kept(self, prints: Mapping[str, TensorPrint], modules: Collection[str]) -> None:
+        """Check that ``modules``, which a partial update has left alone, hold what was committed before it.
+
+        Raises:
+            WeightPushError: ``proof_failed``, naming the first tensor that does not.
+        """
+        names = frozenset(modules)
+        if not names:
+            return
+        now, before = (_below(names, found) for found in (prints, self._prints))
+        for path in before.keys() | now.keys():
+            if before.get(path) != now.get(path):
+                reason = f"the update left it alone, and it was {before.get(path)} and is {now.get(path)}"
+                raise unproven(path, reason)
+
     def report(self, model: nn.Module, request: VerifyRequest, *, rank: int, weight_version: str) -> WorkerReport:
         """Look at ``model`` as it is now and compare. Reads all weights once; the engine must be between two steps."""
         now = tensor_prints(model)
@@ -159,6 +175,17 @@ class ServedModel:
         return self._digest_of(spec, "", layout) is not None
 
 
+def _below(modules: frozenset[str], prints: Mapping[str, TensorPrint]) -> dict[str, TensorPrint]:
+    """Return the prints of what lies in one of ``modules``."""
+    return {path: found for path, found in prints.items() if any(above in modules for above in _above(path))}
+
+
+def _above(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
 def _converted(committed: Mapping[str, TensorPrint], now: Mapping[str, TensorPrint]) -> list[str]:
     """Return the paths that the runtime itself made since the commit, or cast: tables and workspaces, no parameter."""
     return [
@@ -188,7 +215,7 @@ def _unseen_bytes(layout: ModelLayout | None) -> int:
         return 0
     unseen = 0
     for group in layout.groups:
-        held = [slot.get() for member in group.members for slot in member.slots]
+        held = group.registered()
         if held and all(tensor is not None and tensor.numel() == 0 for tensor in held):
             unseen += group.nbytes
     return unseen

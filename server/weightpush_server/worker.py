@@ -242,9 +242,12 @@ class WeightPushWorkerExtension:
         state = _state(self)
         update = state.current(epoch)
         with _as_error(ErrorCode.POSTLOAD_FAILED, "post-load processing"):
-            update.proof = proof = finish_reload(update.opened)
+            proof = finish_reload(update.opened)
         # Until the commit, what lies in memory is no version at all: nothing of it may be kept by a partial push.
         state.needs_all = True
+        if state.served is not None:
+            state.served.check_kept(proof.prints, [unit.path for unit in update.opened.kept])
+        update.proof = proof
         return {
             "fingerprint": proof.fingerprint,
             "tensors": proof.tensors,

@@ -26,6 +26,7 @@ from weightpush_protocol.manifest import (
 )
 from weightpush_server.reload.coverage import ByteRanges, strided_ranges
 from weightpush_server.reload.layout import ModelLayout, StorageGroup
+from weightpush_server.reload.modulewise import groups_of, left_alone, plan_units
 from weightpush_server.reload.opening import first_missing
 from weightpush_server.reload.plan import Plan, PlanCache
 from weightpush_server.reload.refusals import check_partial
@@ -41,6 +42,7 @@ class Planner:
 
     def __init__(self, model: nn.Module, layout: ModelLayout, *, vllm_config: VllmConfig, device: torch.device) -> None:
         self._layout = layout
+        self._vllm_config = vllm_config
         self._cache = PlanCache(model, layout, vllm_config=vllm_config, device=device)
         #: The list of tensors that was found to be the whole checkpoint last, and that checkpoint.
         self._whole: tuple[Sequence[TensorSpec], Sequence[TensorSpec] | None] | None = None
@@ -103,7 +105,9 @@ class Planner:
                 raise rejected(problems if len(plan.refused) >= NAMED_OFFENDERS and problems else found)
         if partial:
             written = {id(group): bytes_ for group, bytes_ in zip(self._layout.groups, plan.written, strict=True)}
-            check_partial(self._layout, lambda group: written[id(group)])
+            units = plan_units(self._layout, plan, self._vllm_config)
+            kept = groups_of(left_alone(self._layout, units))
+            check_partial(self._layout, lambda group: written[id(group)], kept)
         return plan
 
     def _by_name(self, specs: Sequence[TensorSpec], *, partial: bool) -> list[ManifestProblem]:

@@ -15,7 +15,11 @@ from torch import nn
 
 from weightpush_server.reload.fingerprint import LAYOUT_ATTRIBUTE, MODULE_INTERNALS
 
-_ABSENT: Final = object()
+
+class Absent:
+    """Stands for an attribute that is not there."""
+
+
 #: Helpers of helpers (a method's scheme, the scheme's kernel) are followed this far.
 _DEPTH: Final = 3
 _CONTAINERS: Final = (list, dict, set)
@@ -63,9 +67,9 @@ class AttributeJournal:
         for owner, before in self._before:
             after = _attributes(owner)
             changed = {
-                key: before.get(key, _ABSENT)
+                key: before.get(key, Absent)
                 for key in before.keys() | after.keys()
-                if before.get(key, _ABSENT) is not after.get(key, _ABSENT)
+                if before.get(key, Absent) is not after.get(key, Absent)
             }
             if changed:
                 self._changed.append((owner, changed))
@@ -82,7 +86,7 @@ class AttributeJournal:
                 continue
             # Written past __setattr__: it would register tensors, and refuse names that are parameters by now.
             for key, value in changed.items():
-                if value is _ABSENT:
+                if value is Absent:
                     vars(owner).pop(key, None)
                 else:
                     vars(owner)[key] = value
@@ -97,6 +101,10 @@ class AttributeJournal:
         """Return ``id`` of those of ``owners`` that processing changed."""
         mine = {id(owner) for owner, _ in self._changed}
         return frozenset(id(owner) for owner in owners if id(owner) in mine)
+
+    def values(self) -> dict[int, list[Any]]:
+        """Return what the changed attributes of each owner hold now, by its ``id``."""
+        return {id(owner): [vars(owner).get(key, Absent) for key in changed] for owner, changed in self._changed}
 
     @property
     def changed_containers(self) -> bool:

@@ -5,7 +5,7 @@ What the plan knows how to copy is copied; the rest goes through the model's own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from weightpush_server.reload.batch import Batch, Entries
 from weightpush_server.reload.contexts import loading_context, unproven
 from weightpush_server.reload.coverage import ByteRanges, WriteLog, WriteRecorder
 from weightpush_server.reload.layout import ModelLayout
-from weightpush_server.reload.modulewise import ModuleCloser, Units
+from weightpush_server.reload.modulewise import ModuleCloser, Unit, Units, groups_of
 from weightpush_server.reload.opening import Opened, find_places, unwritten
 from weightpush_server.reload.plan import Plan
 from weightpush_server.reload.program import Replayer, strided
@@ -54,6 +54,7 @@ class ReloadSession:
         partial: bool = False,
         plan: Plan | None = None,
         units: Units | None = None,
+        kept: Collection[Unit] = (),
     ) -> None:
         assert plan is not None or layout.checkpoint is not None
         self.model = model
@@ -71,6 +72,8 @@ class ReloadSession:
         self.closer = ModuleCloser(
             layout, opened, units or Units(), forget=self._replayer.forget, check=self._check_poison
         )
+        #: Modules that a partial update leaves as they are.
+        self.kept = tuple(kept)
         self._landed: set[str] = set()
         self._writes = WriteLog()
         self._head_digest: str | None = None
@@ -236,8 +239,9 @@ class ReloadSession:
         self._prove_names()
         self.opened.take_all()
         places = find_places(self.layout.groups)
+        done = self.closer.groups | groups_of(self.kept)
         for index, (group, place) in enumerate(zip(self.layout.groups, places, strict=True)):
-            if not len(group.required) or index in self.closer.groups:
+            if not len(group.required) or index in done:
                 continue
             if place is None or (len(self._copied(index)) and not place.same(self.opened.take(group))):
                 raise unproven(group.name, "the model's loader replaced it by something of another layout")

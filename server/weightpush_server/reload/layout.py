@@ -24,6 +24,7 @@ from weightpush_server.reload.contract import PIN_DEVICES, Contract
 from weightpush_server.reload.coverage import ByteRanges, WriteLog
 from weightpush_server.reload.fingerprint import LAYOUT_ATTRIBUTE, tensor_objects
 from weightpush_server.reload.journal import AttributeJournal
+from weightpush_server.reload.seal import Seal
 from weightpush_server.reload.storage import Place, StorageRef, byte_range, extent, storage_bytes, storage_id
 from weightpush_server.reload.tying import TiedHead, find_tied_head
 
@@ -134,6 +135,10 @@ class StorageGroup:
         """The first member's name."""
         return self.members[0].name
 
+    def registered(self) -> list[torch.Tensor | None]:
+        """Return what modules hold now in all places of its members."""
+        return [slot.get() for member in self.members for slot in member.slots]
+
 
 class SelfCheckOutcome(StrEnum):
     """What became of the self-check. ``skipped``: there was no memory for it."""
@@ -163,6 +168,7 @@ class ModelLayout:
         groups: the recorded tensors that a push has to do with.
         journal: what processing changed beside tensors.
         quant_methods: path, module and type of each quantization method.
+        has_hook: the model as a whole takes part in processing, and may change any module.
         tied_head: how the output head is tied to the embedding, if it is.
         from_dummy: the first complete push has yet to show which bytes a checkpoint writes.
         settled: what the model looked like after the cold start; None until post-load processing was seen.
@@ -178,6 +184,7 @@ class ModelLayout:
         preprocessed: the weights came in runtime layout, so no checkpoint layout was ever seen.
         pin_devices: types of devices on which no address may change.
         self_check: whether processing was seen to be repeatable.
+        seal: what processing left behind last; None before the cold start has ended.
         held: under ``retain``, while the cold start processes: what it reads, by ``id`` of the group.
     """
 
@@ -187,6 +194,7 @@ class ModelLayout:
     journal: AttributeJournal
     quant_methods: list[tuple[str, nn.Module, type]]
     tied_head: TiedHead | None
+    has_hook: bool = False
     from_dummy: bool = False
     settled: Contract | None = None
     contract: Contract | None = None
@@ -201,6 +209,7 @@ class ModelLayout:
     preprocessed: bool = False
     pin_devices: frozenset[str] = PIN_DEVICES
     self_check: SelfCheck = field(default_factory=lambda: SelfCheck(SelfCheckOutcome.OFF))
+    seal: Seal | None = None
     held: dict[int, Place] = field(default_factory=dict)
 
     def note_owners(self, model: nn.Module) -> None:
@@ -244,6 +253,7 @@ def record_layout(
             if getattr(module, "quant_method", None) is not None
         ],
         tied_head=tied_head,
+        has_hook=hasattr(model, "process_weights_after_loading"),
         from_dummy=constructed is not None,
         on_meta=on_meta(model),
         policy=policy,

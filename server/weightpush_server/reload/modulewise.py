@@ -1,20 +1,24 @@
-"""Closing an update module by module: once all of a module's weights have landed, it is processed at once.
+"""Closing an update module by module: once all of a module's weights have landed, it is processed at once; and a module
+of which a partial update brings nothing is not processed at all.
 
-Its scratch storage then goes to the next module, in memory that is mapped and warm, instead of that of a whole model
-being taken, touched for the first time and given back at each push. The order of processing differs from a cold
-start's, so this is done only where it can be told that the order does not matter; all else waits for the end.
+The former's scratch storage then goes to the next module, in memory that is mapped and warm, instead of that of a whole
+model being taken, touched for the first time and given back at each push; the latter's weights need not even be at
+hand. The order of processing differs from a cold start's, so this is done only where it can be told that the order does
+not matter; all else waits for the end.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
@@ -33,12 +37,12 @@ _LOCAL: Final = frozenset({UnquantizedLinearMethod, UnquantizedEmbeddingMethod, 
 
 @dataclass(frozen=True)
 class Unit:
-    """A module that can be processed as soon as its weights are there.
+    """A module that can be processed for itself: as soon as its weights are there, or not at all.
 
     Attributes:
         path: the module's name.
         module: it has the quantization method.
-        groups: indices of the storage groups that are its weights, and nobody else's.
+        groups: indices of the storage groups that are its weights, and nobody else's (embeddings may share theirs).
         tensors: how many tensors of the manifest write them.
         owners: ``id`` of the objects of the journal that its processing changes.
     """
@@ -51,10 +55,22 @@ class Unit:
 
 
 class Units:
-    """All units of a plan, in the model's order, and what they wait for."""
+    """All units of a plan, in the model's order.
 
-    def __init__(self, units: Iterable[Unit] = (), waits_for: Iterable[Iterable[str]] = ()) -> None:
+    Attributes:
+        all: those that can be closed early; ``waits_for`` says by name what each waits for.
+        untouched: those of which the plan writes nothing. A complete update may have to process them all the same.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[Unit] = (),
+        waits_for: Iterable[Iterable[str]] = (),
+        *,
+        untouched: Iterable[Unit] = (),
+    ) -> None:
         self.all = tuple(units)
+        self.untouched = tuple(untouched)
         self._of_name: defaultdict[str, list[int]] = defaultdict(list)
         for index, names in enumerate(waits_for):
             for name in names:
@@ -76,77 +92,126 @@ class Units:
         return answer
 
 
-def find_units(layout: ModelLayout, plan: Plan) -> Units:
-    """Return the modules that a complete update by ``plan`` may close one by one, in the model's order.
+def plan_units(layout: ModelLayout, plan: Plan | None, vllm_config: VllmConfig) -> Units:
+    """Return the units of an update by ``plan``; none without one, with adapters, or before the first real weights."""
+    if plan is None or layout.from_dummy or vllm_config.lora_config is not None:
+        return Units()
+    return plan.units(functools.partial(find_units, layout, plan))
 
-    None at all unless every method of the model is known to process its own module only, every tensor lands by copies
-    (loaders look at what they like), and no address is pinned. Of the modules these stay for the end: embeddings and
-    output heads, which are compared and tied before anything is processed; modules that share weights, have other
-    modules with weights below them, or weights that the checkpoint does not bring completely; and modules that
-    processing leaves as they are, of which nothing is to be gained.
+
+def find_units(layout: ModelLayout, plan: Plan) -> Units:
+    """Return the modules that an update by ``plan`` may close one by one or leave alone, in the model's order.
+
+    None at all unless every method of the model is known to process its own module only, and every tensor lands by
+    copies (loaders look at what they like). Of the modules these are no units: those that share weights, and those that
+    have other modules with weights below them.
+
+    Closed early are those that the plan writes completely, unless addresses are pinned or storage is retained. The
+    rest waits for the end: embeddings and output heads, which are compared and tied before anything is processed, and
+    modules that processing leaves as they are, of which nothing is to be gained.
     """
     if not _is_fit(layout, plan):
         return Units()
-    groups_of: defaultdict[int, list[int]] = defaultdict(list)
-    unfit: set[int] = set()
-    for index, group in enumerate(layout.groups):
-        holders = {id(slot.module) for member in group.members for slot in member.slots}
-        for holder in holders:
-            groups_of[holder].append(index)
-        if len(holders) != 1 or not _is_plain(group) or not plan.copies_all(index, group.required):
-            unfit |= holders
+    local = list(_local_modules(layout))
     writers: defaultdict[int, set[str]] = defaultdict(set)
     for name in plan.writes:
         for index in plan.groups_of(name):
             writers[index].add(name)
-    with_methods = {id(module) for _, module, _ in layout.quant_methods}
+    early = _may_close_early(layout)
     found: list[tuple[Unit, frozenset[str]]] = []
-    for path, module, _ in layout.quant_methods:
-        groups = groups_of.get(id(module), [])
-        below = [id(child) for child in module.modules() if child is not module]
-        if (
-            id(module) in unfit
-            or isinstance(module, VocabParallelEmbedding)
-            or any(child in with_methods or child in groups_of for child in below)
-            or not any(layout.groups[index].moved for index in groups)
+    untouched: list[Unit] = []
+    for unit in local:
+        names = frozenset[str]().union(*(writers[index] for index in unit.groups))
+        groups = [layout.groups[index] for index in unit.groups]
+        if not names:
+            untouched.append(unit)
+        elif (
+            early
+            and not isinstance(unit.module, VocabParallelEmbedding)
+            and any(group.moved for group in groups)
+            and all(group.kept is None for group in groups)
+            and all(plan.copies_all(index, layout.groups[index].required) for index in unit.groups)
         ):
-            continue
-        names = frozenset[str]().union(*(writers[index] for index in groups))
-        owners = layout.journal.among(owners_below(module))
-        found.append((Unit(path, module, tuple(groups), len(names), owners), names))
-    shared = _shared(unit for unit, _ in found)
-    fit = [(unit, names) for unit, names in found if names and not unit.owners & shared]
-    return Units((unit for unit, _ in fit), (names for _, names in fit))
+            found.append((replace(unit, tensors=len(names)), names))
+    if layout.has_hook:
+        untouched = []
+    embeddings = {path for path, module, _ in layout.quant_methods if isinstance(module, VocabParallelEmbedding)}
+    if not embeddings <= {unit.path for unit in untouched}:
+        # A head that is as it was may have to be tied to an embedding that is not.
+        untouched = [unit for unit in untouched if unit.path not in embeddings]
+    return Units((unit for unit, _ in found), (names for _, names in found), untouched=untouched)
 
 
 def _is_fit(layout: ModelLayout, plan: Plan) -> bool:
     return (
-        # Retained storage is there already, and is looked at before and after.
-        layout.policy is not StoragePolicy.RETAIN
-        and plan.complete
+        plan.complete
         and not plan.via_loader
         and not plan.refused
         and all(recorded in _LOCAL for _, _, recorded in layout.quant_methods)
-        and all(group.device.type == "cpu" and "cpu" not in layout.pin_devices for group in layout.groups)
         and not layout.journal.changed_containers
     )
 
 
-def _is_plain(group: StorageGroup) -> bool:
-    """Whether the checkpoint brings all of ``group``, and modules register all of its tensors."""
-    return group.kept is None and all(
-        member.slots and not any(slot.is_attribute for slot in member.slots) for member in group.members
+def _may_close_early(layout: ModelLayout) -> bool:
+    return (
+        # Retained storage is there already, and is looked at before and after.
+        layout.policy is not StoragePolicy.RETAIN
+        and all(group.device.type == "cpu" and "cpu" not in layout.pin_devices for group in layout.groups)
     )
 
 
+def _local_modules(layout: ModelLayout) -> Iterator[Unit]:
+    """Yield the modules with weights that nothing but their own method has to do with; embeddings may share theirs."""
+    held: defaultdict[int, list[int]] = defaultdict(list)
+    entangled: set[int] = set()
+    embeddings = {id(module) for _, module, _ in layout.quant_methods if isinstance(module, VocabParallelEmbedding)}
+    for index, group in enumerate(layout.groups):
+        holders = {id(slot.module) for member in group.members for slot in member.slots}
+        for holder in holders:
+            held[holder].append(index)
+        if not _is_registered(group) or not (len(holders) == 1 or holders <= embeddings):
+            entangled |= holders
+    with_methods = {id(module) for _, module, _ in layout.quant_methods}
+    found: list[Unit] = []
+    for path, module, _ in layout.quant_methods:
+        below = [id(child) for child in module.modules() if child is not module]
+        if id(module) in entangled or any(child in with_methods or child in held for child in below):
+            continue
+        if groups := held.get(id(module)):
+            owners = layout.journal.among(owners_below(module))
+            found.append(Unit(path, module, tuple(groups), 0, owners))
+    shared = _shared(found)
+    yield from (unit for unit in found if not _own(unit) & shared)
+
+
+def _is_registered(group: StorageGroup) -> bool:
+    """Whether modules register all tensors of ``group``."""
+    return all(member.slots and not any(slot.is_attribute for slot in member.slots) for member in group.members)
+
+
+def _own(unit: Unit) -> frozenset[int]:
+    """Return ``id`` of what only this unit may have: what its processing changes, and its method."""
+    return unit.owners | {id(unit.module.quant_method)}
+
+
 def _shared(units: Iterable[Unit]) -> set[int]:
-    """Return the owners that more than one unit would change."""
+    """Return what more than one unit has."""
     seen: set[int] = set()
     shared: set[int] = set()
     for unit in units:
-        shared |= unit.owners & seen
-        seen |= unit.owners
+        shared |= _own(unit) & seen
+        seen |= _own(unit)
     return shared
+
+
+def left_alone(layout: ModelLayout, units: Units) -> tuple[Unit, ...]:
+    """Return the units that a partial update can leave alone: those untouched that are as processing left them."""
+    return layout.seal.intact(layout, units.untouched) if layout.seal is not None and units.untouched else ()
+
+
+def groups_of(units: Iterable[Unit]) -> frozenset[int]:
+    """Return the indices of the groups of ``units``."""
+    return frozenset(index for unit in units for index in unit.groups)
 
 
 def owners_of(units: Iterable[Unit]) -> set[int]:

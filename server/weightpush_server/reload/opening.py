@@ -8,7 +8,7 @@ replacing the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -167,17 +167,21 @@ class Opened:
                 _fill_with_poison(group, place)
 
 
-def open_groups(groups: list[StorageGroup], *, poison: bool = False, partial: bool = False) -> Opened:
+def open_groups(
+    groups: list[StorageGroup], *, poison: bool = False, partial: bool = False, without: Collection[int] = ()
+) -> Opened:
     """Register every recorded tensor again, in its checkpoint layout; those without storage of their own when taken.
 
     Contents are undefined afterwards, except where the checkpoint does not bring a group completely: there the bytes
     of before post-load processing are put back. In a ``partial`` update groups whose bytes are still those of the last
-    update keep them, and ``needed`` says so. ``poison`` fills what a push must write with NaN or extreme values.
+    update keep them, and ``needed`` says so. ``poison`` fills what a push must write with NaN or extreme values. The
+    groups at the indices ``without`` stay as they are, and cannot be taken.
     """
     places = [group.retained or found for group, found in zip(groups, find_places(groups), strict=True)]
-    for group, place in zip(groups, places, strict=True):
-        group.needed = ByteRanges() if partial and is_intact(group, place) else None
-    return Opened(groups, places, poison=poison)
+    for index, (group, place) in enumerate(zip(groups, places, strict=True)):
+        group.needed = ByteRanges() if index in without or (partial and is_intact(group, place)) else None
+    chosen = [index for index in range(len(groups)) if index not in without]
+    return Opened([groups[index] for index in chosen], [places[index] for index in chosen], poison=poison)
 
 
 def is_intact(group: StorageGroup, place: Place | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Collection
@@ -19,11 +18,20 @@ from weightpush_server.reload.contract import Contract
 from weightpush_server.reload.fingerprint import TensorPrint, combine_prints, reachable_tensors, tensor_prints
 from weightpush_server.reload.landing import ReloadSession
 from weightpush_server.reload.layout import ModelLayout, find_layout
-from weightpush_server.reload.modulewise import Unit, Units, find_units, not_again, owners_of
+from weightpush_server.reload.modulewise import (
+    Unit,
+    Units,
+    groups_of,
+    left_alone,
+    not_again,
+    owners_of,
+    plan_units,
+)
 from weightpush_server.reload.opening import Opened, open_groups
 from weightpush_server.reload.plan import Plan
 from weightpush_server.reload.refusals import check_reloadable
 from weightpush_server.reload.retention import after_processing, before_processing
+from weightpush_server.reload.seal import Seal
 from weightpush_server.reload.storage import release_memory
 from weightpush_server.reload.wrappers import unwrapped
 
@@ -66,9 +74,9 @@ def start_reload(
     """Open ``model`` for an update. Call it on the worker's main thread, with the engine idle.
 
     From here until :func:`finish_reload` returns, the model computes nonsense. A model that an earlier update left
-    open or half written is opened anew. A ``partial`` update may leave out what is still there from the last one; any
-    other must be complete. ``poison`` fills what the update must write with NaN or extreme values. Without a ``plan``
-    the model's own loaders land everything.
+    open or half written is opened anew. A ``partial`` update may leave out what is still there from the last one, and
+    leaves modules of which it brings nothing as they are; any other must be complete. ``poison`` fills what the update
+    must write with NaN or extreme values. Without a ``plan`` the model's own loaders land everything.
 
     Raises:
         WeightPushError: one of the refusals of :func:`check_reloadable`, before anything is changed.
@@ -77,10 +85,9 @@ def start_reload(
     layout = find_layout(model)
     assert layout is not None
     poison = poison or os.environ.get(POISON_VARIABLE) == "1"
-    units = Units()
-    if not (partial or plan is None or layout.from_dummy or vllm_config.lora_config is not None):
-        units = plan.units(functools.partial(find_units, layout, plan))
-    opened = open_model(model, layout, poison=poison, partial=partial, units=units.all)
+    units = plan_units(layout, plan, vllm_config)
+    kept = left_alone(layout, units) if partial else ()
+    opened = open_model(model, layout, poison=poison, partial=partial, units=units.all, kept=kept)
     return ReloadSession(
         model,
         layout,
@@ -91,6 +98,7 @@ def start_reload(
         partial=partial,
         plan=plan,
         units=units,
+        kept=kept,
     )
 
 
@@ -101,18 +109,22 @@ def open_model(
     poison: bool = False,
     partial: bool = False,
     units: Collection[Unit] = (),
+    kept: Collection[Unit] = (),
 ) -> Opened:
     """Give ``model`` its checkpoint layout back, and the plain attributes of before post-load processing.
 
     The modules of ``units`` keep their attributes until they are closed: the memory of what was packed then goes to
-    what is packed next.
+    what is packed next. Those that are ``kept`` stay as they are.
     """
     if not layout.is_open:
         layout.contract = Contract.of(model, pin_devices=layout.pin_devices)
     layout.is_open = True
-    opened = open_groups(layout.groups, poison=poison, partial=partial)
+    without = groups_of(kept)
+    if layout.seal is not None:
+        layout.seal.break_all(layout, without=without)
+    opened = open_groups(layout.groups, poison=poison, partial=partial, without=without)
     # Weights that are plain attributes must be the objects that loaders fill, not what processing made of them.
-    layout.journal.undo(without=owners_of(units))
+    layout.journal.undo(without=owners_of((*units, *kept)))
     return opened
 
 
@@ -131,7 +143,8 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
     session.seal()
     checked = time.perf_counter()
     closer = session.closer
-    process(model, layout, session.opened, vllm_config=session.vllm_config, device=session.device, closed=closer.closed)
+    done = (*closer.closed, *session.kept)
+    process(model, layout, session.opened, vllm_config=session.vllm_config, device=session.device, done=done)
     processed = time.perf_counter()
     assert layout.contract is not None
     layout.contract.check(model, settled=layout.settled)
@@ -147,6 +160,7 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
         seconds_proof=checked - began + time.perf_counter() - processed,
     )
     layout.is_open = False
+    layout.seal = Seal(layout)
     return proof
 
 
@@ -157,20 +171,20 @@ def process(
     *,
     vllm_config: VllmConfig,
     device: torch.device,
-    closed: Collection[Unit] = (),
+    done: Collection[Unit] = (),
 ) -> None:
     """Run post-load processing on an open model as at cold start; give back what it moved and what it freed.
 
-    The units that are ``closed`` already have been processed, and stay as they are.
+    The units that are ``done`` have been processed, in this update or before it, and stay as they are.
 
     Raises:
         WeightPushError: PROOF_FAILED, if processing raised, or a tensor whose address must stay cannot stay there.
     """
     assert layout.contract is not None
-    held = before_processing(layout, opened, {index for unit in closed for index in unit.groups})
+    held = before_processing(layout, opened, groups_of(done))
     opened.let_go()
-    with loading_context(vllm_config, device), unwrapped(model, layout), not_again(closed):
-        layout.journal.undo(without=owners_of(closed))
+    with loading_context(vllm_config, device), unwrapped(model, layout), not_again(done):
+        layout.journal.undo(without=owners_of(done))
         with telling_of_processing():
             process_weights_after_loading(model, vllm_config.model_config, device)
         model.eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -73,11 +73,14 @@ def check_reloadable(model: nn.Module, vllm_config: VllmConfig | None = None, *,
         _check_configuration(vllm_config, layout)
 
 
-def check_partial(layout: ModelLayout, covers: Callable[[StorageGroup], ByteRanges]) -> None:
+def check_partial(
+    layout: ModelLayout, covers: Callable[[StorageGroup], ByteRanges], kept: Collection[int] = frozenset()
+) -> None:
     """Return if an update that writes only what ``covers`` says can be exact; changes nothing.
 
     ``covers`` gives the bytes that will be written to a group, counted from the group's start. What is left out must
-    still hold the bytes that post-load processing saw last. Reads what is left out.
+    still hold the bytes that post-load processing saw last, unless it is ``kept``, by index: then the whole module is
+    left out, and still is what processing made of it. Reads what is left out.
 
     Raises:
         WeightPushError: PARTIAL_REFUSED, naming the first tensor that is neither sent nor still there.
@@ -85,15 +88,15 @@ def check_partial(layout: ModelLayout, covers: Callable[[StorageGroup], ByteRang
     if layout.from_dummy:
         reason = "the server was started on dummy weights, and no complete update has come yet"
         raise _partial_refused("", f"{reason}. Push the complete checkpoint once")
-    lost = first_lost(layout, covers)
+    lost = first_lost(layout, covers, kept)
     if lost is None:
         return
     if layout.policy is StoragePolicy.RETAIN:
         reason = "its checkpoint bytes are not at hand (an update failed half way, or none was complete yet)"
     else:
         reason = (
-            "post-load processing converted it, so its checkpoint bytes are gone. Send all tensors of such modules, or "
-            "start the server with --storage-policy retain"
+            "post-load processing converted it, so its checkpoint bytes are gone. Send all tensors of the modules that "
+            "you send some of, or start the server with --storage-policy retain"
         )
     raise _partial_refused(lost[1], reason)
 

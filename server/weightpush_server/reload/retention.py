@@ -16,20 +16,21 @@ from weightpush_server.reload.contract import Contract
 from weightpush_server.reload.coverage import ByteRanges
 from weightpush_server.reload.layout import ModelLayout, StorageGroup, on_meta
 from weightpush_server.reload.opening import Opened, find_places, first_missing, is_intact, open_group
+from weightpush_server.reload.seal import Seal
 from weightpush_server.reload.storage import Place
 
 #: Storages that processing reads, by ``id`` of their group. Whoever holds this keeps them alive.
 Held = dict[int, Place]
 
 
-def before_processing(layout: ModelLayout, opened: Opened, closed: Collection[int] = frozenset()) -> Held:
+def before_processing(layout: ModelLayout, opened: Opened, done: Collection[int] = frozenset()) -> Held:
     """Note what processing is about to read; under ``retain``, hold it, and hand out copies where it would be spoilt.
 
-    Every group must be open, but for those at the indices ``closed``, which are processed already.
+    Every group must be open, but for those at the indices ``done``, which are processed already.
     """
     held: Held = {}
     for index, (group, place) in enumerate(zip(layout.groups, find_places(layout.groups), strict=True)):
-        if index in closed:
+        if index in done:
             continue
         if place is None or (layout.policy is not StoragePolicy.RETAIN and opened.is_scratch(group)):
             # Nothing will be left of it.
@@ -106,6 +107,7 @@ def settle(model: nn.Module, layout: ModelLayout) -> None:
     # What neither loading nor processing writes is no business of a push: the runtime may exchange it at will
     # (rotary tables are cast at the first forward).
     layout.groups = [group for group in layout.groups if len(group.required) or group.kept is not None]
+    layout.seal = Seal(layout)
 
 
 def _in_place(group: StorageGroup, place: Place) -> bool:
@@ -121,12 +123,17 @@ def _in_place(group: StorageGroup, place: Place) -> bool:
     return True
 
 
-def first_lost(layout: ModelLayout, covers: Callable[[StorageGroup], ByteRanges]) -> tuple[StorageGroup, str] | None:
+def first_lost(
+    layout: ModelLayout, covers: Callable[[StorageGroup], ByteRanges], kept: Collection[int] = frozenset()
+) -> tuple[StorageGroup, str] | None:
     """Return the first group that an update leaves out, wholly or in part, though its bytes are gone; and the tensor.
 
-    ``covers`` says which bytes the update will write to a group, counted from the group's start. Changes nothing.
+    ``covers`` says which bytes the update will write to a group, counted from the group's start. ``kept``: indices of
+    groups whose modules it leaves alone; of these it needs no bytes that processing took away. Changes nothing.
     """
-    for group, found in zip(layout.groups, find_places(layout.groups), strict=True):
+    for index, (group, found) in enumerate(zip(layout.groups, find_places(layout.groups), strict=True)):
+        if index in kept and group.moved:
+            continue
         name = first_missing(group, group.required, covers(group))
         if name is not None and not is_intact(group, group.retained or found):
             return group, name

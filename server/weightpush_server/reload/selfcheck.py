@@ -19,6 +19,7 @@ from weightpush_server.reload.fingerprint import TensorPrint, tensor_prints
 from weightpush_server.reload.layout import ModelLayout, SelfCheck, SelfCheckOutcome
 from weightpush_server.reload.memory import free_bytes
 from weightpush_server.reload.postload import open_model, process
+from weightpush_server.reload.seal import Seal
 from weightpush_server.reload.storage import release_memory
 
 #: Memory that must be free, in multiples of the weights: their copy, and the second result beside the first.
@@ -67,6 +68,7 @@ def check_repeatable(
         reason = f"repeating post-load processing changed it: it held {was} after the start, and {found} after that"
         return SelfCheck(SelfCheckOutcome.FAILED, name, reason)
     layout.is_open = False
+    layout.seal = Seal(layout)
     return SelfCheck(SelfCheckOutcome.PASSED)
 
 
