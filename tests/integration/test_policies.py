@@ -82,13 +82,13 @@ def test_any_part_can_be_pushed_under_retain(key: str, root: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("in_process")
-def test_under_scratch_only_what_processing_leaves_alone_may_be_left_out(root: Path, tmp_path: Path) -> None:
+def test_under_scratch_no_part_of_a_packed_module_may_be_left_out(root: Path, tmp_path: Path) -> None:
     a, b = read(checkpoint("qwen3", 1, root)), read(checkpoint("qwen3", 2, root))
     # On a CPU every linear layer is packed away; norms are not.
     sent = [(name, tensor) for name, tensor in b if "norm" not in name]
     with engine(checkpoint("qwen3", 1, root)) as live:
         before = fingerprint(live.model)
-        for left_out in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
+        for left_out in ("model.layers.1.mlp.gate_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
             with pytest.raises(WeightPushError, match="storage-policy retain") as caught:
                 _admit(live, [pair for pair in b if pair[0] != left_out])
             assert caught.value.code is ErrorCode.PARTIAL_REFUSED
@@ -198,13 +198,35 @@ def test_a_partial_push_is_refused_where_the_rest_is_gone(
 ) -> None:
     b = dict(read(checkpoints.b))
     with WeightPusher(server.url, token=TOKEN, partial=True) as pusher:
+        part = {name: b[name] for name in ("model.norm.weight", "model.layers.1.self_attn.k_proj.weight")}
         with pytest.raises(PushError, match="storage-policy retain") as caught:
-            pusher.push({"model.norm.weight": b["model.norm.weight"]}, weight_version="part")
+            pusher.push(part, weight_version="part")
         assert caught.value.code is ErrorCode.PARTIAL_REFUSED
         with pytest.raises(PushError) as unknown:
             pusher.push({"model.nurm.weight": b["model.norm.weight"]}, weight_version="part")
         assert unknown.value.code is ErrorCode.MANIFEST_REJECTED
     assert server.status()["serving"]
+    assert {prompt: server.answer(prompt) for prompt in PROMPTS} == cold_a
+
+
+@pytest.mark.case("C33", "C57")
+def test_whole_modules_may_be_left_out_of_a_push_onto_any_server(
+    server: ServerProcess, checkpoints: Checkpoints, cold_a: dict[str, str]
+) -> None:
+    a, b = dict(read(checkpoints.a)), dict(read(checkpoints.b))
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj", "input_layernorm")
+    part = {f"model.layers.1.{name}.weight": b[f"model.layers.1.{name}.weight"] for name in names}
+    for mode in ("direct", "staged"):
+        with WeightPusher(server.url, token=TOKEN, mode=mode) as pusher:
+            before = pusher.push(checkpoints.a, weight_version="a").servers[0].fingerprint
+            report = pusher.push(part, weight_version="part", partial=True)
+            answers = [server.answer(prompt) for prompt in PROMPTS]
+            assert answers != list(cold_a.values())
+            whole = pusher.push({**a, **part}, weight_version="whole")
+            assert whole.servers[0].fingerprint == report.servers[0].fingerprint != before
+            assert [server.answer(prompt) for prompt in PROMPTS] == answers
+            pusher.push(checkpoints.a, weight_version="a")
+            assert server.status()["fingerprint"] == before
     assert {prompt: server.answer(prompt) for prompt in PROMPTS} == cold_a
 
 
