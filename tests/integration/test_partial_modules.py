@@ -104,7 +104,9 @@ def test_only_what_a_partial_push_touches_is_processed_and_all_is_as_at_a_cold_s
         with_methods = {path for path, _, _ in layout_of(live).quant_methods}
         for turn in range(3):
             # Whole modules, some with and some without weights that are packed; in the last turn the embedding, too.
-            chosen = set(chance.sample(sorted(tensors_of.keys() - embeddings), 4)) | (embeddings if turn == 2 else set())
+            chosen = set(chance.sample(sorted(tensors_of.keys() - embeddings), 4)) | (
+                embeddings if turn == 2 else set()
+            )
             sent = {name: b[name] for path in sorted(chosen) for name in tensors_of[path]}
             touched = {path for path, names in tensors_of.items() if names & sent.keys()}
             addresses = {

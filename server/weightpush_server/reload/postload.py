@@ -20,7 +20,6 @@ from weightpush_server.reload.landing import ReloadSession
 from weightpush_server.reload.layout import ModelLayout, find_layout
 from weightpush_server.reload.modulewise import (
     Unit,
-    Units,
     groups_of,
     left_alone,
     not_again,
