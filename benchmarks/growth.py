@@ -1,10 +1,10 @@
-"""How the time of a push grows: with bytes, with the number of tensors, with the number of servers."""
+"""How the time of a push grows: with bytes, tensors, servers, and the part of the model that is pushed."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -58,27 +58,49 @@ class Growth:
 
     def over_servers(self, model: Model, counts: Sequence[int]) -> list[dict[str, Any]]:
         """Push ``model`` to 1, 2, ... servers at once, all on one core; return points."""
+        found, pushed = self._one_model(model, [(count, None) for count in counts])
+        points = [
+            {"servers": count, **fact, **_point(series)}
+            for count, fact, series in zip(counts, pushed, found, strict=True)
+        ]
+        self._say("servers", points)
+        return points
+
+    def over_parts(self, model: Model, parts: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+        """Push the tensors of ``model`` whose names begin as ``parts`` say, partially, to one server; return points."""
+        found, pushed = self._one_model(model, [(1, list(prefixes)) for prefixes in parts.values()])
+        points = [
+            {"key": what, "what": what, **fact, **_point(series)}
+            for what, fact, series in zip(parts, pushed, found, strict=True)
+        ]
+        self._say("parts", points)
+        return points
+
+    def _one_model(
+        self, model: Model, turns: Sequence[tuple[int, list[str] | None]]
+    ) -> tuple[list[Series], list[dict[str, Any]]]:
+        """Let ``turns`` alternate: pushes to so many servers, of the tensors that begin so, or of all of them.
+
+        Returns for each turn its times, and the tensors and bytes that it pushes.
+        """
         with ExitStack() as stack:
             trainer = stack.enter_context(TrainerProcess(self._log))
             servers: list[BenchServer] = []
             stack.callback(stop_all, servers)
-            directory = self._folder / "fleet"
+            directory = self._folder / "one"
             trainer.do("make", **asdict(model), directory=str(directory))
-            fact = trainer.do("change")
-            servers += [BenchServer(directory, self._log) for _ in range(max(counts))]
-            series = [Series() for _ in counts]
+            trainer.do("change")
+            pushed = [trainer.do("size", prefixes=prefixes) for _, prefixes in turns]
+            servers += [BenchServer(directory, self._log) for _ in range(max(count for count, _ in turns))]
+            series = [Series() for _ in turns]
             up = all([self._up(server, series[-1]) for server in servers])
             for number in self._numbers():
-                for place in order(range(len(counts)), max(number, 0)):
+                for place in order(range(len(turns)), max(number, 0)):
+                    count, prefixes = turns[place]
                     if up:
-                        up = self._push(trainer, servers[: counts[place]], number, series[place])
+                        up = self._push(trainer, servers[:count], number, series[place], prefixes)
             shutil.rmtree(directory)
-        points = [
-            {"servers": count, "tensors": fact["tensors"], "bytes": fact["bytes"], **_point(found)}
-            for count, found in zip(counts, series, strict=True)
-        ]
-        self._say("servers", points)
-        return points
+        return series, pushed
 
     def _numbers(self) -> Iterator[int]:
         """Yield the numbers of the rounds: -1 warms up, and none but the first begins when time is up."""
@@ -97,11 +119,23 @@ class Growth:
             return False
         return True
 
-    def _push(self, trainer: TrainerProcess, servers: Sequence[BenchServer], number: int, found: Series) -> bool:
+    def _push(
+        self,
+        trainer: TrainerProcess,
+        servers: Sequence[BenchServer],
+        number: int,
+        found: Series,
+        prefixes: list[str] | None = None,
+    ) -> bool:
         way = push_way("shm", "direct")
         try:
             report = trainer.do(
-                "push", urls=[server.url for server in servers], transport=way.transport, mode=way.mode, whole=False
+                "push",
+                urls=[server.url for server in servers],
+                transport=way.transport,
+                mode=way.mode,
+                whole=False,
+                prefixes=prefixes,
             )
         except BenchError as error:
             found.errors.append(str(error))

@@ -81,6 +81,16 @@ COUNTS: Final = tuple(
 FLEET: Final = SIZES[0]
 FLEET_SIZES: Final = (1, 2, 4)
 
+#: What a partial push brings, by the beginnings of the names; of a model with eight layers.
+PARTED: Final = SIZES[-1]
+PARTS: Final = {
+    "all of it": [""],
+    "half of the layers": [f"model.layers.{number}." for number in range(4)],
+    "one layer": ["model.layers.0."],
+    "the attention of one layer": ["model.layers.0.self_attn."],
+    "a norm": ["model.norm."],
+}
+
 #: The same ones, as small as they can be: to see that the command runs.
 TINY_COMPARED: Final = (
     dense("dense", "dense, tiny", hidden=128, layers=2, intermediate=128),

@@ -177,14 +177,15 @@ def _growth(growth: Mapping[str, Any]) -> str:
         return "\n".join([*lines, "Not measured.", ""])
     lines += [
         "Pushes over shm, direct. Each model has a server of its own; the rounds go round among them. Several servers",
-        "share one core here, so that what they do beside each other elsewhere comes one after another.",
+        "share one core here, so that what they do beside each other elsewhere comes one after another. The last rows",
+        "are partial pushes of the widest dense model: only the modules that they touch are processed.",
         "",
         "![growth](growth.png)",
         "",
         "| | tensors | MB | seconds | without PWAL | land | PWAL | control |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for point in (*growth["bytes"], *growth["tensors"], *growth["servers"]):
+    for point in (*growth["bytes"], *growth["tensors"], *growth["servers"], *growth["parts"]):
         what = point.get("what") or f"{point['servers']} server{'s' if point['servers'] > 1 else ''}"
         row = f"| {what} | {point['tensors']} | {point['bytes'] / 1e6:.0f} | "
         if point["seconds"] is None:

@@ -20,7 +20,17 @@ from typing import Any, Final
 from benchmarks.compare import OTHERS, Comparison, tell, ways
 from benchmarks.growth import Growth
 from benchmarks.machine import describe
-from benchmarks.models import COMPARED, COUNTS, FLEET, FLEET_SIZES, SIZES, TINY_COMPARED, Model
+from benchmarks.models import (
+    COMPARED,
+    COUNTS,
+    FLEET,
+    FLEET_SIZES,
+    PARTED,
+    PARTS,
+    SIZES,
+    TINY_COMPARED,
+    Model,
+)
 from benchmarks.plots import draw
 from benchmarks.processes import BenchError, TrainerProcess
 from benchmarks.report import document
@@ -29,7 +39,7 @@ _OUT: Final = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 _RAM_DISK: Final = Path("/dev/shm")
 _TRANSPORTS: Final = "http,gloo,shm"
 _MODES: Final = "direct,staged"
-_GROWTH: Final = "bytes,tensors,servers"
+_GROWTH: Final = "bytes,tensors,servers,parts"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,6 +141,7 @@ def _grow(given: argparse.Namespace, folder: Path, log: Path, until: float) -> d
         "bytes": lambda: growth.over_models(SIZES),
         "tensors": lambda: growth.over_models(COUNTS),
         "servers": lambda: growth.over_servers(FLEET, FLEET_SIZES),
+        "parts": lambda: growth.over_parts(PARTED, PARTS),
     }
     found: dict[str, list[dict[str, Any]]] = {}
     for kind in given.growth:

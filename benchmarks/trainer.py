@@ -69,9 +69,11 @@ class Trainer:
         bucket_bytes: int | None = None,
         whole: bool = True,
         progress: bool = False,
+        prefixes: list[str] | None = None,
     ) -> dict[str, Any]:
         """Push the module (``whole``) or its tensors; return the client's report.
 
+        ``prefixes``: of these the ones whose names begin so, leaving the others as they are.
         ``progress``: have it told on the way, which is how the size of the largest bucket is known.
         """
         key = (tuple(urls), transport, mode, bucket_bytes)
@@ -79,7 +81,7 @@ class Trainer:
             size = bucket_bytes or DEFAULT_BUCKET_BYTES
             self._pushers[key] = WeightPusher(urls, transport=transport, mode=mode, bucket_bytes=size)
         self._pushes += 1
-        weights = self._model if whole else self._tensors
+        weights = self._model if whole else self._part(prefixes)
         sent = [0]
 
         def note(at: PushProgress) -> None:
@@ -87,7 +89,10 @@ class Trainer:
 
         start = perf_counter()
         report = self._pushers[key].push(
-            weights, weight_version=f"push-{self._pushes}", progress=note if progress else None
+            weights,
+            weight_version=f"push-{self._pushes}",
+            partial=prefixes is not None,
+            progress=note if progress else None,
         )
         seconds = perf_counter() - start
         return {
@@ -101,6 +106,16 @@ class Trainer:
             "transport": report.transport,
             "fingerprints": [server.fingerprint for server in report.servers],
         }
+
+    def size(self, prefixes: list[str] | None) -> dict[str, Any]:
+        """Return how many tensors begin with one of ``prefixes``, and their bytes."""
+        tensors = self._part(prefixes)
+        return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
+
+    def _part(self, prefixes: list[str] | None) -> dict[str, torch.Tensor]:
+        if prefixes is None:
+            return self._tensors
+        return {name: tensor for name, tensor in self._tensors.items() if name.startswith(tuple(prefixes))}
 
     def save(self, directory: str) -> dict[str, Any]:
         """Save the model as a checkpoint."""

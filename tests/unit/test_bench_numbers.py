@@ -160,6 +160,7 @@ def _found(*, land: float = 0.11, push: float = 0.4) -> dict[str, Any]:
         "bytes": [point(10, size, size / 1000) for size in (1000, 2000, 3000)],
         "tensors": [point(count, 1000, 0.5) for count in (100, 20_000)],
         "servers": [{"servers": 1, **point(10, 1000, 0.4)}],
+        "parts": [point(1, 10, 0.1)],
     }
     growth["servers"][0].pop("what")
     machine = {
