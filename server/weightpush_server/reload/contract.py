@@ -4,6 +4,7 @@ on a GPU, the address of everything that a captured CUDA graph may read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,13 +46,24 @@ class Contract:
     pinned: dict[str, torch.Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module, *, pin_devices: frozenset[str] = PIN_DEVICES) -> Contract:
-        """Describe ``model`` as it is now. Tensors on ``pin_devices`` (device types) keep their addresses."""
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        pin_devices: frozenset[str] = PIN_DEVICES,
+        objects: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> Contract:
+        """Describe ``model`` as it is now. Tensors on ``pin_devices`` (device types) keep their addresses.
+
+        ``objects``: what :func:`tensor_objects` finds, where that was asked already.
+        """
         return cls(
             facts={name: TensorFacts.of(tensor) for name, tensor in registered(model).items()},
             # Detached: a pinned alias must not change when post-load processing rebinds the object's data.
             pinned={
-                path: tensor.detach() for path, tensor in tensor_objects(model) if tensor.device.type in pin_devices
+                path: tensor.detach()
+                for path, tensor in (tensor_objects(model) if objects is None else objects)
+                if tensor.device.type in pin_devices
             },
         )
 
@@ -62,6 +74,8 @@ class Contract:
             WeightPushError: PROOF_FAILED where a pinned tensor is gone, has another layout, or shares its old address
                 with one whose content is now another (weights that were tied and no longer are).
         """
+        if not self.pinned:
+            return 0
         now = dict(tensor_objects(model))
         occupied: dict[int, tuple[str, int]] = {}
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -58,6 +58,7 @@ class ByteRanges:
         self._pairs = list(ranges)
         self._pending: list[torch.Tensor] = []
         self._pending_runs = len(ranges)
+        self._length: int | None = None
 
     def add_pair(self, start: int, end: int) -> None:
         """Add one range."""
@@ -71,6 +72,7 @@ class ByteRanges:
 
     def _count(self, runs: int) -> None:
         self._pending_runs += runs
+        self._length = None
         if self._pending_runs > _MERGE_AT:
             self.merged()
 
@@ -113,7 +115,9 @@ class ByteRanges:
     def __len__(self) -> int:
         if self._pending_runs and self._is_one_run():
             return self._pairs[0][1] - self._pairs[0][0]
-        return int((self.merged()[:, 1] - self.merged()[:, 0]).sum())
+        if self._length is None:
+            self._length = int((self.merged()[:, 1] - self.merged()[:, 0]).sum())
+        return self._length
 
 
 def _merge(ranges: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
@@ -38,23 +39,28 @@ _PART_OF_A_LAYER: Final = ("vllm.model_executor.", "vllm.models.", "vllm.v1.atte
 _ADAPTERS: Final = "vllm.lora."
 
 
-def tensor_objects(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor object reachable from ``model`` with a path, each object once, in an order that only the
+#: Values of these types hold no tensors. Most attributes are of them, so they are told first and by their exact type.
+_PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+def tensor_objects(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return every tensor object reachable from ``model`` with a path, each object once, in an order that only the
     structure decides (names are visited in sorted order, so it does not matter when an attribute was set)."""
-    seen: dict[int, Any] = {}
-    yield from _visit("", model, seen)
+    found: list[tuple[str, torch.Tensor]] = []
+    _visit("", model, {}, found)
+    return found
 
 
-def _visit(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, type)) or id(value) in seen:
+def _visit(path: str, value: Any, seen: dict[int, Any], found: list[tuple[str, torch.Tensor]]) -> None:
+    if isinstance(value, (bool, int, float, complex, str, bytes, type)) or value is None or id(value) in seen:
         return
     # The reference keeps the object alive, so that its id stays its own during the walk.
     seen[id(value)] = value
     if isinstance(value, torch.Tensor):
-        yield path, value
-    else:
-        for name, child in _children(value):
-            yield from _visit(f"{path}.{name}" if path else name, child, seen)
+        found.append((path, value))
+        return
+    for name, child in _children(value):
+        _visit(f"{path}.{name}" if path else name, child, seen, found)
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
@@ -78,10 +84,14 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _sorted_items(getattr(value, "__dict__", {}))
 
 
-def _sorted_items(mapping: Mapping[Any, Any], without: frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
-    for key, value in sorted(mapping.items(), key=lambda item: str(item[0])):
-        if key not in _NOT_WEIGHTS and key not in without:
-            yield str(key), value
+def _sorted_items(mapping: Mapping[Any, Any], without: frozenset[str] = frozenset()) -> list[tuple[str, Any]]:
+    items = [
+        (str(key), value)
+        for key, value in mapping.items()
+        if type(value) not in _PLAIN and key not in _NOT_WEIGHTS and key not in without
+    ]
+    items.sort(key=itemgetter(0))
+    return items
 
 
 def _function_children(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -140,9 +150,14 @@ class TensorPrint:
 
 def tensor_prints(model: nn.Module) -> dict[str, TensorPrint]:
     """Return the print of every reachable tensor by its path. Reads all weights once."""
+    return prints_of(reachable_tensors(model))
+
+
+def prints_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, TensorPrint]:
+    """Return the print of each of ``tensors``, which :func:`reachable_tensors` found, by its path. Reads them all."""
     return {
         path: TensorPrint(tensor.dtype, tuple(tensor.shape), _digest(tensor), isinstance(tensor, nn.Parameter))
-        for path, tensor in reachable_tensors(model)
+        for path, tensor in tensors
     }
 
 

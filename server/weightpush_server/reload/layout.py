@@ -8,9 +8,10 @@ they must keep sharing them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +92,7 @@ class Member:
     offset: int
     slots: list[Slot]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes from the first to the end of the last element."""
         return extent(self.shape, self.stride, self.dtype.itemsize)
@@ -255,7 +256,7 @@ def record_layout(
         tied_head=tied_head,
         has_hook=hasattr(model, "process_weights_after_loading"),
         from_dummy=constructed is not None,
-        on_meta=on_meta(model),
+        on_meta=on_meta(tensor_objects(model)),
         policy=policy,
         preprocessed=is_weights_pre_processed(),
         pin_devices=pin_devices,
@@ -272,9 +273,9 @@ def find_layout(model: nn.Module) -> ModelLayout | None:
     return layout
 
 
-def on_meta(model: nn.Module) -> frozenset[str]:
-    """Return the paths of all reachable tensors without storage."""
-    return frozenset(path for path, tensor in tensor_objects(model) if tensor.is_meta)
+def on_meta(objects: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
+    """Return the paths of those of ``objects``, all reachable tensors, that have no storage."""
+    return frozenset(path for path, tensor in objects if tensor.is_meta)
 
 
 def registered_slots(model: nn.Module) -> Iterator[tuple[Slot, torch.Tensor]]:

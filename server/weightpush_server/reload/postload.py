@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +15,13 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from weightpush_server.reload.contexts import loading_context, telling_of_processing, unproven
 from weightpush_server.reload.contract import Contract
-from weightpush_server.reload.fingerprint import TensorPrint, combine_prints, reachable_tensors, tensor_prints
+from weightpush_server.reload.fingerprint import (
+    TensorPrint,
+    combine_prints,
+    prints_of,
+    reachable_tensors,
+    tensor_objects,
+)
 from weightpush_server.reload.landing import ReloadSession
 from weightpush_server.reload.layout import ModelLayout, find_layout
 from weightpush_server.reload.modulewise import (
@@ -80,13 +86,14 @@ def start_reload(
     Raises:
         WeightPushError: one of the refusals of :func:`check_reloadable`, before anything is changed.
     """
-    check_reloadable(model, vllm_config, planned=plan is not None)
+    objects = tensor_objects(model)
+    check_reloadable(model, vllm_config, planned=plan is not None, objects=objects)
     layout = find_layout(model)
     assert layout is not None
     poison = poison or os.environ.get(POISON_VARIABLE) == "1"
     units = plan_units(layout, plan, vllm_config)
     kept = left_alone(layout, units) if partial else ()
-    opened = open_model(model, layout, poison=poison, partial=partial, units=units.all, kept=kept)
+    opened = open_model(model, layout, poison=poison, partial=partial, units=units.all, kept=kept, objects=objects)
     return ReloadSession(
         model,
         layout,
@@ -109,14 +116,16 @@ def open_model(
     partial: bool = False,
     units: Collection[Unit] = (),
     kept: Collection[Unit] = (),
+    objects: Iterable[tuple[str, torch.Tensor]] | None = None,
 ) -> Opened:
     """Give ``model`` its checkpoint layout back, and the plain attributes of before post-load processing.
 
     The modules of ``units`` keep their attributes until they are closed: the memory of what was packed then goes to
-    what is packed next. Those that are ``kept`` stay as they are.
+    what is packed next. Those that are ``kept`` stay as they are. ``objects``: what ``tensor_objects`` finds, where it
+    was asked already.
     """
     if not layout.is_open:
-        layout.contract = Contract.of(model, pin_devices=layout.pin_devices)
+        layout.contract = Contract.of(model, pin_devices=layout.pin_devices, objects=objects)
     layout.is_open = True
     without = groups_of(kept)
     if layout.seal is not None:
@@ -147,8 +156,9 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
     processed = time.perf_counter()
     assert layout.contract is not None
     layout.contract.check(model, settled=layout.settled)
-    _prove_runtime(model, absent=layout.absent, poisoned=session.poisoned)
-    prints = tensor_prints(model)
+    reachable = list(reachable_tensors(model))
+    _prove_runtime(reachable, absent=layout.absent, poisoned=session.poisoned)
+    prints = prints_of(reachable)
     proof = ReloadProof(
         fingerprint=combine_prints(prints),
         prints=prints,
@@ -194,8 +204,8 @@ def process(
     release_memory(device)
 
 
-def _prove_runtime(model: nn.Module, *, absent: frozenset[str], poisoned: bool) -> None:
-    for name, tensor in reachable_tensors(model):
+def _prove_runtime(reachable: Iterable[tuple[str, torch.Tensor]], *, absent: frozenset[str], poisoned: bool) -> None:
+    for name, tensor in reachable:
         if name in absent:
             continue
         if tensor.is_meta:

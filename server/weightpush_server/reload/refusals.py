@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.config import CompilationMode, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -18,6 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_server.config import StoragePolicy
 from weightpush_server.reload.coverage import ByteRanges, strided_ranges
+from weightpush_server.reload.fingerprint import tensor_objects
 from weightpush_server.reload.layout import (
     ModelLayout,
     SelfCheckOutcome,
@@ -30,10 +32,17 @@ from weightpush_server.reload.opening import find_places, overlapping
 from weightpush_server.reload.retention import first_lost
 
 
-def check_reloadable(model: nn.Module, vllm_config: VllmConfig | None = None, *, planned: bool = False) -> None:
+def check_reloadable(
+    model: nn.Module,
+    vllm_config: VllmConfig | None = None,
+    *,
+    planned: bool = False,
+    objects: Iterable[tuple[str, torch.Tensor]] | None = None,
+) -> None:
     """Return if ``model`` can be reloaded under ``vllm_config``; changes nothing.
 
-    ``planned``: a plan says where each tensor lands, so the checkpoint's own names need not be known.
+    ``planned``: a plan says where each tensor lands, so the checkpoint's own names need not be known. ``objects``: what
+    ``tensor_objects`` finds, where that was asked already.
 
     Raises:
         WeightPushError: by its code:
@@ -60,7 +69,7 @@ def check_reloadable(model: nn.Module, vllm_config: VllmConfig | None = None, *,
     if layout.self_check.outcome is SelfCheckOutcome.FAILED:
         check = layout.self_check
         raise refusal(ErrorCode.SELF_CHECK_FAILED, check.offender, check.reason)
-    for path in sorted(layout.on_meta | on_meta(model) - layout.absent):
+    for path in sorted(layout.on_meta | on_meta(tensor_objects(model) if objects is None else objects) - layout.absent):
         raise refusal(ErrorCode.RELOAD_REFUSED, path, "it has no storage (meta device)")
     for path, module, recorded in layout.quant_methods:
         found = type(getattr(module, "quant_method", None))
@@ -224,10 +233,11 @@ def _check_storage(layout: ModelLayout) -> None:
 
 def _clashing(group: StorageGroup) -> tuple[str, str] | None:
     """Return two parameters of ``group`` that overlap without being the same bytes. Views in buffers may."""
+    parameters = [member for member in group.members if any(slot.is_parameter for slot in member.slots)]
+    if len(parameters) < 2:
+        return None
     seen: list[tuple[str, ByteRanges]] = []
-    for member in group.members:
-        if not any(slot.is_parameter for slot in member.slots):
-            continue
+    for member in parameters:
         covered = ByteRanges()
         covered.add(strided_ranges(member.offset, member.shape, member.stride, member.dtype.itemsize))
         for name, other in seen:

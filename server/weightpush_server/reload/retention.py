@@ -14,6 +14,7 @@ from torch import nn
 from weightpush_server.config import StoragePolicy
 from weightpush_server.reload.contract import Contract
 from weightpush_server.reload.coverage import ByteRanges
+from weightpush_server.reload.fingerprint import tensor_objects
 from weightpush_server.reload.layout import ModelLayout, StorageGroup, on_meta
 from weightpush_server.reload.opening import Opened, find_places, first_missing, is_intact, open_group
 from weightpush_server.reload.seal import Seal
@@ -92,7 +93,7 @@ def settle(model: nn.Module, layout: ModelLayout) -> None:
     layout.journal.close()
     layout.contract = layout.settled = Contract.of(model, pin_devices=layout.pin_devices)
     layout.note_owners(model)
-    layout.absent = layout.on_meta & on_meta(model)
+    layout.absent = layout.on_meta & on_meta(tensor_objects(model))
     layout.on_meta -= layout.absent
     after_processing(layout, layout.held)
     layout.held = {}

@@ -45,6 +45,8 @@ def extent(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return first and end byte of ``tensor`` within its storage."""
     start = int(tensor.storage_offset()) * tensor.element_size()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     return start, start + extent(tensor.shape, tensor.stride(), tensor.element_size())
 
 
