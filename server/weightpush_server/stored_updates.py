@@ -81,7 +81,7 @@ class StoredUpdates:
             "weightpush_stored",
             update.epoch,
             update.weight_version,
-            stored.model_dump_json(),
+            stored.to_json(),
             True,
             update.restores.value if update.restores is not None else None,
         )
@@ -141,4 +141,4 @@ class StoredUpdates:
                 f"version {answer['weight_version']} took the place of {update.weight_version} just now; nothing was "
                 "changed. Look at the status, and ask again",
             )
-        return StoredCheckpoint.model_validate_json(answer["stored"])
+        return StoredCheckpoint.from_json(answer["stored"])

@@ -65,7 +65,7 @@ def served(kept: HostCopies) -> dict[str, list[float]]:
 
 
 def _read(described: str, pipe: Connection) -> None:
-    opened = OpenCheckpoint(StoredCheckpoint.model_validate_json(described))
+    opened = OpenCheckpoint(StoredCheckpoint.from_json(described))
     pipe.send({entry.spec.name: opened.read(entry).tolist() for entry in opened.stored.tensors})
     opened.close()
 
@@ -81,7 +81,7 @@ def test_another_process_reads_what_was_written() -> None:
     copy = copy_of(first=full(1), odd=torch.tensor([7], dtype=torch.int8), second=full(2), empty=torch.empty(0))
     assert all(tensor.offset % 64 == 0 for tensor in copy.tensors.values())
     ours, theirs = multiprocessing.Pipe()
-    reader = multiprocessing.get_context("fork").Process(target=_read, args=(copy.describe().model_dump_json(), theirs))
+    reader = multiprocessing.get_context("fork").Process(target=_read, args=(copy.describe().to_json(), theirs))
     reader.start()
     theirs.close()
     assert ours.recv() == {"first": [1, 1, 1], "odd": [7], "second": [2, 2, 2], "empty": []}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_server import stored as module
-from weightpush_server.stored import OpenCheckpoint, StoredCheckpoint, StoredFile, StoredTensor
+from weightpush_server.stored import OpenCheckpoint, StoredCheckpoint, StoredFile, StoredLayout, StoredTensor
 
 TENSORS = {
     "wide": torch.arange(6, dtype=torch.float64).reshape(2, 3),
@@ -31,15 +32,15 @@ def write(path: Path, start: int) -> StoredCheckpoint:
         entries.append(StoredTensor(spec=TensorSpec.of(name, tensor), file=0, offset=len(content)))
         content += raw(tensor)
     path.write_bytes(content)
-    return StoredCheckpoint(files=(StoredFile(path=str(path)),), tensors=tuple(entries))
+    return StoredCheckpoint((StoredFile(path=str(path)),), StoredLayout(tuple(entries)))
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("start", [0, 1, 3, 8])
 def test_tensors_are_read_wherever_they_start(tmp_path: Path, start: int, in_memory: bool) -> None:
     stored = write(tmp_path / "file", start)
-    stored = stored.model_copy(update={"files": (StoredFile(path=str(tmp_path / "file"), in_memory=in_memory),)})
-    again = StoredCheckpoint.model_validate_json(stored.model_dump_json())
+    stored = replace(stored, files=(StoredFile(path=str(tmp_path / "file"), in_memory=in_memory),))
+    again = StoredCheckpoint.from_json(stored.to_json())
     assert again == stored
     opened = OpenCheckpoint(again)
     found = {entry.spec.name: opened.read(entry) for entry in again.tensors}
@@ -54,9 +55,9 @@ def test_tensors_are_read_wherever_they_start(tmp_path: Path, start: int, in_mem
 def test_pieces_keep_the_order_and_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = write(tmp_path / "file", 0)
     monkeypatch.setattr(module, "PIECE_BYTES", 14)
-    pieces = list(OpenCheckpoint(stored).pieces())
-    assert [entry for piece in pieces for entry in piece] == list(stored.tensors)
-    assert all(len(piece) == 1 or sum(entry.spec.nbytes for entry in piece) <= 14 for piece in pieces)
+    pieces = stored.layout.pieces
+    assert [name for piece in pieces for name in piece.table.names] == list(TENSORS)
+    assert all(len(piece.table.names) == 1 or piece.nbytes <= 14 for piece in pieces)
     assert len(pieces) >= 3
 
 
@@ -64,7 +65,7 @@ def test_pieces_keep_the_order_and_are_bounded(tmp_path: Path, monkeypatch: pyte
 def test_a_short_or_missing_file_is_refused_before_anything_is_read(tmp_path: Path, in_memory: bool) -> None:
     path = tmp_path / "file"
     stored = write(path, 0)
-    stored = stored.model_copy(update={"files": (StoredFile(path=str(path), in_memory=in_memory),)})
+    stored = replace(stored, files=(StoredFile(path=str(path), in_memory=in_memory),))
     before = len(os.listdir("/proc/self/fd"))
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(WeightPushError, match="too few for 'flag'") as short:
