@@ -106,7 +106,10 @@ class HostCopy:
         """Take in a bucket's tensors, given as its bytes: in one write where they lie aligned and without holes."""
         start = min(offset for offset, _ in table.places)
         end = max(offset + nbytes for offset, nbytes in table.places)
-        aligned = all((offset - start) % itemsize(spec.dtype) == 0 for spec, offset in table.entries)
+        aligned = all(
+            (offset - start) % itemsize(spec.dtype) == 0 or not nbytes
+            for (spec, offset), (_, nbytes) in zip(table.entries, table.places, strict=True)
+        )
         if not aligned or end - start > sum(nbytes for _, nbytes in table.places):
             for (spec, offset), (_, nbytes) in zip(table.entries, table.places, strict=True):
                 self.add(spec, buffer[offset : offset + nbytes])

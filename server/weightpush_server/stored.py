@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import BucketTable, TensorSpec
+from weightpush_server.prefault import prefault
 
 #: A piece of tensors that is landed, and counted, in one go, in bytes. As small as the buckets of one host: what it
 #: makes complete is processed before the next one, so that little scratch memory is in use at a time.
@@ -261,6 +262,12 @@ class OpenCheckpoint:
                 buffer = torch.empty(size, dtype=torch.uint8)
             self._read_into(piece, buffer[:size])
             yield piece, buffer[:size]
+
+    def prefault(self) -> None:
+        """Map all pages of files in memory, so that landing need not. For a thread of its own: `close` ends it soon."""
+        # Held here, the mappings stay until this ends.
+        for mapped in list(self._mapped.values()):
+            prefault(mapped, lambda: bool(self._descriptors))
 
     def _mapping(self, piece: Piece) -> torch.Tensor | None:
         """Return the bytes of a piece where its file is mapped."""

@@ -181,15 +181,15 @@ class WeightPushWorkerExtension:
             # Looked at first: the memory of a push that was given up is gone, and its descriptor may be another's.
             update = state.current(epoch)
             update.read_from(OpenCheckpoint(stored), take_digests=False)
-            update.foresee(state.planner().plan(update.specs))
+            state.foresee(update)
             return {}
         state.enter(epoch)
         ways = _admit(state, stored.specs)
         copy = state.copy_of(stored) if restores is None else None
         update = WorkerUpdate(epoch, stored.specs, copy=copy)
         update.read_from(OpenCheckpoint(stored), take_digests=True)
-        update.foresee(state.planner().plan(update.specs))
         state.start(update, weight_version, restores=CopyRole(restores) if restores is not None else None)
+        state.foresee(update)
         return {"ways": ways}
 
     @_rpc

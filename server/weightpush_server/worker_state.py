@@ -190,6 +190,10 @@ class WorkerState:
                 restores=restores,
             )
 
+    def foresee(self, update: WorkerUpdate) -> None:
+        """Do all for stored tensors that can be done before they land."""
+        update.foresee(self.planner().plan(update.specs), self.progress, hurry=self.guard.tainted)
+
     def retire_update(self) -> None:
         """Let the update that was committed be over; ``drop_update`` frees what it holds."""
         self._retired, self.update = self.update, None

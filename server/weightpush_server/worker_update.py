@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -67,11 +68,27 @@ class WorkerUpdate:
             names = [spec.name for spec in source.stored.specs if spec.name in known]
             self.digests.add(names, raw_of([known[name] for name in names]))
 
-    def foresee(self, plan: Plan) -> None:
-        """Work out how the stored tensors will land by ``plan``, while the old weights still serve."""
-        if self.source is not None:
-            for piece in self.source.stored.layout.pieces:
-                plan.batch(piece, piece.table.entries)
+    def foresee(self, plan: Plan, progress: ProgressWriter, *, hurry: bool) -> None:
+        """Do all that landing the stored tensors by ``plan`` will need, while the old weights still serve.
+
+        What can be done beside the engine's steps goes on in a thread, which says in the record when it is done.
+        ``hurry``: nobody is served, so that is left out.
+        """
+        source, ready = self.source, {"epoch": self.epoch, "source_ready": True}
+        assert source is not None
+        for piece in source.stored.layout.pieces:
+            plan.batch(piece, piece.table.entries)
+
+        def prefault() -> None:
+            try:
+                source.prefault()
+            finally:  # It only saves time: whatever happens, landing can begin.
+                progress.update(**ready)
+
+        if hurry:
+            progress.update(**ready)
+        else:
+            threading.Thread(target=prefault, name=f"weightpush-prefault-{self.epoch}", daemon=True).start()
 
     def land(
         self,
