@@ -124,6 +124,4 @@ class Completion:
         update_id, commit_s = update.update_id, update.deadlines.commit_s
         answers = await self._life.rpc(update_id, commit_s, "weightpush_staged", update.epoch)
         stored = next(answer["stored"] for answer in answers if "stored" in answer)
-        await self._life.rpc(
-            update_id, commit_s, "weightpush_stored", update.epoch, update.weight_version, stored, False
-        )
+        await self._life.read_stored(update, stored)

@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 from weightpush_protocol.checkpoint_files import CheckpointFilesError, choose_files
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.transports.http import LENGTH_BYTES, header_bytes, parse_header
-from weightpush_server.stored import StoredCheckpoint, StoredFile, StoredTensor
+from weightpush_server.stored import StoredCheckpoint, StoredFile, StoredLayout, StoredTensor
 
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _MAX_INDEX_BYTES: Final = 64 * 2**20
@@ -134,7 +134,7 @@ class DiskCheckpoint:
         if not tensors:
             raise _damaged(shards[0].name, f"of {self.directory} holds no tensor")
         files = tuple(StoredFile(path=f"/proc/{os.getpid()}/fd/{shard.descriptor}") for shard in shards)
-        return StoredCheckpoint(files=files, tensors=tuple(tensors))
+        return StoredCheckpoint(files, StoredLayout(tuple(tensors)))
 
     def _is_file(self, name: str) -> bool:
         try:

@@ -15,11 +15,12 @@ from typing import Final
 
 import torch
 
+from weightpush_protocol.dtypes import itemsize
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import TensorSpec
+from weightpush_protocol.manifest import BucketTable, TensorSpec
 from weightpush_protocol.status import CopyRole
 from weightpush_server.reload.memory import free_bytes
-from weightpush_server.stored import OpenCheckpoint, StoredCheckpoint, StoredFile, StoredTensor
+from weightpush_server.stored import OpenCheckpoint, StoredCheckpoint, StoredFile, StoredLayout, StoredTensor
 
 #: Every tensor starts at a multiple of this, in bytes: aligned for any dtype, and for wide copies.
 _ALIGNMENT: Final = 64
@@ -101,6 +102,24 @@ class HostCopy:
             self.files.append(HostFile())
         self.tensors[spec.name] = StoredTensor(spec=spec, file=0, offset=self.files[0].append(raw))
 
+    def add_bucket(self, table: BucketTable, buffer: torch.Tensor) -> None:
+        """Take in a bucket's tensors, given as its bytes: in one write where they lie aligned and without holes."""
+        start = min(offset for offset, _ in table.places)
+        end = max(offset + nbytes for offset, nbytes in table.places)
+        aligned = all(
+            (offset - start) % itemsize(spec.dtype) == 0 or not nbytes
+            for (spec, offset), (_, nbytes) in zip(table.entries, table.places, strict=True)
+        )
+        if not aligned or end - start > sum(nbytes for _, nbytes in table.places):
+            for (spec, offset), (_, nbytes) in zip(table.entries, table.places, strict=True):
+                self.add(spec, buffer[offset : offset + nbytes])
+            return
+        if not self.files:
+            self.files.append(HostFile())
+        base = self.files[0].append(buffer[start:end]) - start
+        for spec, offset in table.entries:
+            self.tensors[spec.name] = StoredTensor(spec=spec, file=0, offset=base + offset)
+
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
@@ -110,7 +129,7 @@ class HostCopy:
         """Return what other processes need in order to read it."""
         return StoredCheckpoint(
             files=tuple(StoredFile(path=file.path, in_memory=True) for file in self.files),
-            tensors=tuple(self.tensors.values()),
+            layout=StoredLayout(tuple(self.tensors.values())),
             digests={name: digest for name, digest in self.digests.items() if name in self.tensors},
         )
 

@@ -317,3 +317,17 @@ class UpdateLifecycle:
         return await self._engine.call_within(
             timeout_s, method, *args, look=lambda: self._shared.control().active(update_id)
         )
+
+    async def read_stored(
+        self, update: UpdateRecord, stored: str, *, begins: bool = False, restores: CopyRole | None = None
+    ) -> None:
+        """Tell all workers where the tensors of ``update`` lie, and wait until they could land at once.
+
+        Raises:
+            WeightPushError: see ``rpc``, and the worker's ``weightpush_stored``.
+        """
+        role, limit_s = None if restores is None else restores.value, update.deadlines.commit_s
+        await self.rpc(
+            update.update_id, limit_s, "weightpush_stored", update.epoch, update.weight_version, stored, begins, role
+        )
+        await self.workers(update.update_id, lambda worker: worker.source_ready, limit_s, ErrorCode.DEADLINE_EXCEEDED)

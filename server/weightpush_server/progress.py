@@ -27,7 +27,9 @@ class ProgressWriter:
 
     def begin(self, epoch: int) -> None:
         """Start counting anew for update ``epoch``."""
-        self.update(epoch=epoch, connected=False, buckets_done=0, tensors_done=0, bytes_done=0, error=None)
+        self.update(
+            epoch=epoch, connected=False, source_ready=False, buckets_done=0, tensors_done=0, bytes_done=0, error=None
+        )
 
     def update(self, **changes: Any) -> None:
         """Change fields and publish. A change that names an older epoch than the present one is dropped."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 from weightpush_protocol import PROTOCOL_VERSION
 from weightpush_protocol.messages import utc_now
 from weightpush_protocol.status import Status, UpdateStatus, WorkerStatus
 from weightpush_server.records import ControlRecord, UpdateRecord, WorkerRecord
+
+#: What workers say for the server's own processes, or what is said elsewhere in the status.
+_INTERNAL: Final = ("epoch", "error", "connected", "source_ready", "progress_at", "copies", "expects")
 
 
 def build_status(control: ControlRecord, workers: list[WorkerRecord]) -> Status:
@@ -29,12 +32,7 @@ def build_status(control: ControlRecord, workers: list[WorkerRecord]) -> Status:
         fingerprint=control.fingerprint,
         expects=next((worker.expects for worker in workers), None),
         copies=[copy for worker in workers for copy in worker.copies],
-        workers=[
-            WorkerStatus(
-                **worker.model_dump(exclude={"epoch", "error", "connected", "progress_at", "copies", "expects"})
-            )
-            for worker in workers
-        ],
+        workers=[WorkerStatus(**worker.model_dump(exclude=set(_INTERNAL))) for worker in workers],
     )
 
 

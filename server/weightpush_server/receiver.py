@@ -214,8 +214,7 @@ class UpdateReceiver:
             self._check_digests(bucket)
         if self._copy is not None:
             with self.seconds.booking("copy"):
-                for (spec, offset), (_, nbytes) in zip(table.entries, table.places, strict=True):
-                    self._copy.add(spec, buffer[offset : offset + nbytes])
+                self._copy.add_bucket(table, buffer)
         if not self._staged:
             shared = isinstance(self._transport, BorrowingReceiver)
             with self.seconds.booking("land"):

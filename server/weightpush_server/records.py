@@ -444,6 +444,8 @@ class WorkerRecord(BaseModel):
     expects: str | None = None
     epoch: int = 0
     connected: bool = False
+    #: Whether stored tensors are ready to land; said before the gate closes.
+    source_ready: bool = False
     buckets_done: int = 0
     tensors_done: int = 0
     bytes_done: int = 0

@@ -68,23 +68,14 @@ class StoredUpdates:
     async def _carry_out(
         self, update: UpdateRecord, find: Find, before_write: Hook | None, after_landing: Hook | None
     ) -> FinishAnswer:
-        update_id, deadlines = update.update_id, update.deadlines
+        update_id = update.update_id
         if update.mode is UpdateMode.STAGED:
             with self._life.change(update_id) as (control, _):
                 control.stage()
         stored = await find(update)
         with self._life.change(update_id) as (_, running):
             running.tensors_total, running.bytes_total = len(stored.tensors), stored.nbytes
-        await self._life.rpc(
-            update_id,
-            deadlines.commit_s,
-            "weightpush_stored",
-            update.epoch,
-            update.weight_version,
-            stored.model_dump_json(),
-            True,
-            update.restores.value if update.restores is not None else None,
-        )
+        await self._life.read_stored(update, stored.to_json(), begins=True, restores=update.restores)
         if before_write is not None:
             await before_write()
         await self._publisher.close_gate_and_drain(update_id)
@@ -141,4 +132,4 @@ class StoredUpdates:
                 f"version {answer['weight_version']} took the place of {update.weight_version} just now; nothing was "
                 "changed. Look at the status, and ask again",
             )
-        return StoredCheckpoint.model_validate_json(answer["stored"])
+        return StoredCheckpoint.from_json(answer["stored"])

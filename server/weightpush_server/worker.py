@@ -148,8 +148,7 @@ class WeightPushWorkerExtension:
         update = _state(self).current(epoch)
         if update.copy is None:
             return {}
-        update.copy.digests = dict(update.digests)
-        return {"stored": update.copy.describe().model_dump_json()}
+        return {"stored": update.copy.describe().to_json()}
 
     @_rpc
     def weightpush_room(self, nbytes: int) -> dict[str, Any]:
@@ -165,7 +164,7 @@ class WeightPushWorkerExtension:
         if state.copies is None:
             return {}
         version, copy = state.copies.kept(CopyRole(role))
-        return {"weight_version": version, "stored": copy.describe().model_dump_json()}
+        return {"weight_version": version, "stored": copy.describe().to_json()}
 
     @_rpc
     def weightpush_stored(
@@ -176,11 +175,13 @@ class WeightPushWorkerExtension:
         A staged push runs already. Any other update ``begins`` here; ``restores`` names the kept copy that it is.
         Changes no weight.
         """
-        stored = StoredCheckpoint.model_validate_json(stored_json)
+        stored = StoredCheckpoint.from_json(stored_json)
         state = _state(self)
         if not begins:
             # Looked at first: the memory of a push that was given up is gone, and its descriptor may be another's.
-            state.current(epoch).read_from(OpenCheckpoint(stored), take_digests=False)
+            update = state.current(epoch)
+            update.read_from(OpenCheckpoint(stored), take_digests=False)
+            state.foresee(update)
             return {}
         state.enter(epoch)
         ways = _admit(state, stored.specs)
@@ -188,6 +189,7 @@ class WeightPushWorkerExtension:
         update = WorkerUpdate(epoch, stored.specs, copy=copy)
         update.read_from(OpenCheckpoint(stored), take_digests=True)
         state.start(update, weight_version, restores=CopyRole(restores) if restores is not None else None)
+        state.foresee(update)
         return {"ways": ways}
 
     @_rpc
@@ -263,8 +265,6 @@ class WeightPushWorkerExtension:
         if state.served is None or update.proof is None:
             raise WeightPushError(ErrorCode.INTERNAL, "the update was to be committed before it was closed")
         state.served.commit(update.proof.prints, update.specs, update.digests, partial=update.partial)
-        if update.copy is not None:
-            update.copy.digests = dict(update.digests)
         state.needs_all = False
         state.committed = epoch
         if state.worker.vllm_config.lora_config is not None:

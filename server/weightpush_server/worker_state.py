@@ -190,16 +190,26 @@ class WorkerState:
                 restores=restores,
             )
 
+    def foresee(self, update: WorkerUpdate) -> None:
+        """Do all for stored tensors that can be done before they land."""
+        update.foresee(self.planner().plan(update.specs), self.progress, hurry=self.guard.tainted)
+
     def retire_update(self) -> None:
         """Let the update that was committed be over; ``drop_update`` frees what it holds."""
         self._retired, self.update = self.update, None
 
     def drop_update(self) -> None:
+        self._note_digests()
         for update in (self.update, self._retired):
             unfinished = update.stop() if update is not None else None
             if unfinished is not None:
                 self._unfinished.append(unfinished)
         self.update = self._retired = None
+
+    def _note_digests(self) -> None:
+        """Let the copy of what was committed last know its digests; the commit itself does not wait for that."""
+        if self._retired is not None and self._retired.copy is not None:
+            self._retired.copy.digests = dict(self._retired.digests)
 
     def keep_start(self) -> None:
         """Keep the copy that the cold start made, if its weights are served."""
@@ -214,6 +224,7 @@ class WorkerState:
         """Keep what the last commit brought, forget what a failed update did, and say so in the shared record."""
         if self.copies is None:
             return
+        self._note_digests()
         self.copies.settle(self.shared.control().committed_epoch)
         sizes = self.copies.sizes()
         copies = [CopyStatus(role=role, weight_version=name, bytes=size) for role, (name, size) in sizes.items()]

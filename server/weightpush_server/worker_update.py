@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from weightpush_protocol.digest import tensor_digest
-from weightpush_protocol.digest_text import TensorDigests
+from weightpush_protocol.digest import raw_digests
+from weightpush_protocol.digest_text import TensorDigests, raw_of
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_server.hostcopy import HostCopy
 from weightpush_server.progress import ProgressWriter
 from weightpush_server.receiver import UpdateReceiver
 from weightpush_server.reload import ReloadProof, ReloadSession
-from weightpush_server.stored import OpenCheckpoint, StoredTensor
+from weightpush_server.reload.plan import Plan
+from weightpush_server.stored import OpenCheckpoint, Piece
 from weightpush_server.timing import PartSeconds
 
 
@@ -61,6 +63,32 @@ class WorkerUpdate:
         if self.source is not None:
             self.source.close()
         self.source, self.take_digests = source, take_digests
+        known = source.stored.digests
+        if known:
+            names = [spec.name for spec in source.stored.specs if spec.name in known]
+            self.digests.add(names, raw_of([known[name] for name in names]))
+
+    def foresee(self, plan: Plan, progress: ProgressWriter, *, hurry: bool) -> None:
+        """Do all that landing the stored tensors by ``plan`` will need, while the old weights still serve.
+
+        What can be done beside the engine's steps goes on in a thread, which says in the record when it is done.
+        ``hurry``: nobody is served, so that is left out.
+        """
+        source, ready = self.source, {"epoch": self.epoch, "source_ready": True}
+        assert source is not None
+        for piece in source.stored.layout.pieces:
+            plan.batch(piece, piece.table.entries)
+
+        def prefault() -> None:
+            try:
+                source.prefault()
+            finally:  # It only saves time: whatever happens, landing can begin.
+                progress.update(**ready)
+
+        if hurry:
+            progress.update(**ready)
+        else:
+            threading.Thread(target=prefault, name=f"weightpush-prefault-{self.epoch}", daemon=True).start()
 
     def land(
         self,
@@ -73,9 +101,9 @@ class WorkerUpdate:
     ) -> None:
         """Land all stored tensors, the engine being idle.
 
-        ``check_wanted`` raises when nobody wants them any more; it is called for every piece, since this call cannot be
-        taken back. ``is_mine``: whether this rank takes the digest of the tensor with that number. ``copy_too``: add
-        each tensor to ``copy``.
+        ``check_wanted`` raises when nobody wants them any more; it is called for every piece, and every copy out of it,
+        since this call cannot be taken back. ``is_mine``: whether this rank takes the digest of the tensor with that
+        number. ``copy_too``: add each tensor to ``copy``.
 
         Raises:
             WeightPushError: the source's, the session's, or ``check_wanted``'s own.
@@ -83,32 +111,29 @@ class WorkerUpdate:
         if self.source is None:
             raise WeightPushError(ErrorCode.INTERNAL, "tensors were to be landed before it was known where they lie")
         progress.update(epoch=self.epoch, buckets_done=0, tensors_done=0, bytes_done=0)
-        number = 0
-        for piece in self.source.pieces():
+        for piece, buffer in self.source.pieces():
             check_wanted()
-            tensors = []
-            for entry in piece:
-                tensor = self.source.read(entry)
-                self._note_digest(entry, tensor, is_mine(number))
-                if copy_too and self.copy is not None:
-                    self.copy.add(entry.spec, tensor.reshape(-1).view(torch.uint8))
-                tensors.append((entry.spec.name, tensor.to(device)))
-                number += 1
+            if self.take_digests:
+                with self.seconds.booking("digest"):
+                    self._digest(piece, buffer, is_mine)
+            if copy_too and self.copy is not None:
+                with self.seconds.booking("copy"):
+                    self.copy.add_bucket(piece.table, buffer)
             with self.seconds.booking("land"):
-                self.opened.land(tensors)
+                there = buffer if device.type == "cpu" else buffer.to(device)
+                self.opened.land_bucket(there, piece, piece.table.entries, check_wanted=check_wanted)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-            nbytes = sum(entry.spec.nbytes for entry in piece)
-            progress.advance(epoch=self.epoch, buckets=0, tensors=len(piece), bytes=nbytes)
+            progress.advance(epoch=self.epoch, buckets=0, tensors=len(piece.table.names), bytes=piece.nbytes)
 
-    def _note_digest(self, entry: StoredTensor, tensor: torch.Tensor, is_mine: bool) -> None:
+    def _digest(self, piece: Piece, buffer: torch.Tensor, is_mine: Callable[[int], bool]) -> None:
+        """Take the digests of those tensors of a piece that fall to this rank and have none yet."""
         assert self.source is not None
-        name = entry.spec.name
-        digest = self.source.stored.digests.get(name)
-        if digest is None and self.take_digests and is_mine:
-            digest = tensor_digest(tensor)
-        if digest is not None:
-            self.digests.add((name,), bytes.fromhex(digest))
+        known, table = self.source.stored.digests, piece.table
+        chosen = [at for at, name in enumerate(table.names) if name not in known and is_mine(piece.first + at)]
+        if chosen:
+            digests = raw_digests(buffer, [table.places[at] for at in chosen])
+            self.digests.add([table.names[at] for at in chosen], digests)
 
     def stop(self) -> UpdateReceiver | None:
         """End what goes on; return the receiver if its thread may still write."""

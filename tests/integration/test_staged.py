@@ -87,6 +87,25 @@ def test_under_traffic_only_the_pause_refuses(
         )
 
 
+def test_staged_weights_are_those_of_a_direct_push(server: ServerProcess, checkpoints: Checkpoints) -> None:
+    """To the bit, whatever the buckets in which they came to lie in host memory."""
+    (direct,) = push(server, checkpoints, "B", mode="direct", transport="http").servers
+    before = server.status()["fingerprint"]
+    assert direct.fingerprint == before
+    sizes = {"gloo": 10_000_000, "http": BUCKET_BYTES, "shm": 3_000}
+    for transport, bucket_bytes in sizes.items():
+        (other,) = push(server, checkpoints, f"A {transport}", transport=transport).servers
+        assert other.fingerprint != before
+        for _ in range(2):  # The second finds everything worked out.
+            (staged,) = push(
+                server, checkpoints, f"B {transport}", transport=transport, bucket_bytes=bucket_bytes
+            ).servers
+            assert (staged.mode, staged.fingerprint) == ("staged", before)
+    last = server.status()["last_update"]
+    assert last["worker_seconds"]["land"] > 0
+    assert last["tensors"] == len(read_tensors(checkpoints.b))
+
+
 @pytest.mark.parametrize("pause_at", ["stream:0", "stream:2", "finish"])
 @pytest.mark.parametrize("transport", ["gloo", "http"])
 @pytest.mark.case("C1", "C3", "C5")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weightpush_protocol.errors import ErrorCode, WeightPushError
-from weightpush_protocol.manifest import TensorSpec
+from weightpush_protocol.manifest import BucketTable, TensorSpec
 from weightpush_protocol.status import CopyRole
 from weightpush_server import hostcopy as module
 from weightpush_server.hostcopy import HostBudget, HostCopies, HostCopy, HostFile, no_copy
@@ -65,7 +65,7 @@ def served(kept: HostCopies) -> dict[str, list[float]]:
 
 
 def _read(described: str, pipe: Connection) -> None:
-    opened = OpenCheckpoint(StoredCheckpoint.model_validate_json(described))
+    opened = OpenCheckpoint(StoredCheckpoint.from_json(described))
     pipe.send({entry.spec.name: opened.read(entry).tolist() for entry in opened.stored.tensors})
     opened.close()
 
@@ -81,12 +81,42 @@ def test_another_process_reads_what_was_written() -> None:
     copy = copy_of(first=full(1), odd=torch.tensor([7], dtype=torch.int8), second=full(2), empty=torch.empty(0))
     assert all(tensor.offset % 64 == 0 for tensor in copy.tensors.values())
     ours, theirs = multiprocessing.Pipe()
-    reader = multiprocessing.get_context("fork").Process(target=_read, args=(copy.describe().model_dump_json(), theirs))
+    reader = multiprocessing.get_context("fork").Process(target=_read, args=(copy.describe().to_json(), theirs))
     reader.start()
     theirs.close()
     assert ours.recv() == {"first": [1, 1, 1], "odd": [7], "second": [2, 2, 2], "empty": []}
     reader.join()
     ours.close()
+
+
+@pytest.mark.parametrize("kind", ["as buckets are", "behind a header", "not aligned", "with a hole"])
+def test_a_bucket_is_taken_in_whole_where_it_can_be(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {"wide": torch.arange(3, dtype=torch.float64), "half": full(2).half(), "empty": torch.empty(0, 2)}
+    content = {"as buckets are": b"", "behind a header": b"{}123456", "not aligned": b"", "with a hole": b""}[kind]
+    entries = []
+    for name in ("half", "wide", "empty") if kind == "not aligned" else tensors:
+        entries.append((TensorSpec.of(name, tensors[name]), len(content)))
+        content += raw(tensors[name]).numpy().tobytes() + (b"hole" * 2 if kind == "with a hole" else b"")
+    buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    writes: list[int] = []
+    append = HostFile.append
+
+    def counted(file: HostFile, raw: torch.Tensor) -> int:
+        writes.append(raw.numel())
+        return append(file, raw)
+
+    monkeypatch.setattr(HostFile, "append", counted)
+    copy = copy_of(first=full(1))
+    writes.clear()
+    copy.add_bucket(BucketTable.of(entries), buffer)
+    whole = kind in ("as buckets are", "behind a header")
+    assert writes == ([30] if whole else [spec.nbytes for spec, _ in entries])
+    assert all(
+        stored.offset % stored.spec.torch_dtype.itemsize == 0 for stored in copy.tensors.values() if stored.spec.nbytes
+    )
+    buffer.fill_(0xFF)
+    assert values(copy) == {"first": [1, 1, 1], "wide": [0, 1, 2], "half": [2, 2, 2], "empty": []}
+    assert copy.nbytes == 12 + 30
 
 
 def test_memory_is_given_back_with_the_last_holder() -> None:

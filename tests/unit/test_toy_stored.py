@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from weightpush_server.hostcopy import HostCopy
 from weightpush_server.progress import ProgressWriter
 from weightpush_server.records import ControlRecord, WorkerRecord
 from weightpush_server.reload import finish_reload
+from weightpush_server.reload import plan as plan_module
+from weightpush_server.reload.batch import Batch
 from weightpush_server.shared_state import SharedState
-from weightpush_server.stored import OpenCheckpoint
+from weightpush_server.stored import OpenCheckpoint, StoredCheckpoint, StoredFile, StoredLayout, StoredTensor
 from weightpush_server.worker_update import WorkerUpdate
 
 A, B = checkpoint(1), checkpoint(2)
@@ -49,18 +53,19 @@ def stored(tensors: dict[str, torch.Tensor], *, digests: bool = False) -> HostCo
 
 def land(
     live: Started,
-    source: HostCopy,
+    source: HostCopy | StoredCheckpoint,
     progress: ProgressWriter,
     *,
     take_digests: bool = True,
     keep: bool = False,
+    planned: bool = True,
     check_wanted: Callable[[], None] = lambda: None,
 ) -> WorkerUpdate:
-    described = source.describe()
+    described = StoredCheckpoint.from_json((source.describe() if isinstance(source, HostCopy) else source).to_json())
     plan = live.plan({spec.name: torch.empty(spec.shape, dtype=spec.torch_dtype) for spec in described.specs})
     update = WorkerUpdate(7, described.specs, copy=HostCopy() if keep else None)
     update.read_from(OpenCheckpoint(described), take_digests=take_digests)
-    update.attach(live.begin(plan=plan))
+    update.attach(live.begin(plan=plan if planned else None))
     update.land(
         device=CPU,
         progress=progress,
@@ -70,6 +75,81 @@ def land(
     )
     update.stop()
     return update
+
+
+def written(folder: Path, tensors: dict[str, torch.Tensor], *, shift: int, in_memory: bool) -> StoredCheckpoint:
+    """Write ``tensors`` one by one into two files, in turns, behind ``shift`` bytes."""
+    content = [b"\xff" * shift, b"\xff" * shift]
+    entries = []
+    for number, (name, tensor) in enumerate(tensors.items()):
+        file = number // 3 % 2
+        entries.append(StoredTensor(spec=TensorSpec.of(name, tensor), file=file, offset=len(content[file])))
+        content[file] += tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    for number, part in enumerate(content):
+        (folder / f"part-{number}").write_bytes(part)
+    files = tuple(StoredFile(path=str(folder / f"part-{number}"), in_memory=in_memory) for number in range(2))
+    return StoredCheckpoint(files, StoredLayout(tuple(entries)))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 8])
+@pytest.mark.parametrize("in_memory", [True, False], ids=["mapped", "read"])
+@pytest.mark.parametrize("planned", [True, False], ids=["by plan", "by the model's loaders"])
+def test_wherever_they_lie_the_model_is_that_of_a_cold_start(
+    tmp_path: Path, progress: ProgressWriter, shift: int, in_memory: bool, planned: bool
+) -> None:
+    live, wanted = cold_start(A), cold_start(B)
+    update = land(live, written(tmp_path, B, shift=shift, in_memory=in_memory), progress, planned=planned, keep=True)
+    finish_reload(update.opened)
+    assert differing(contents(live.model), contents(wanted.model)) == []
+    assert update.copy is not None
+    again = OpenCheckpoint(update.copy.describe())
+    assert all(torch.equal(again.read(entry), B[entry.spec.name]) for entry in again.stored.tensors)
+    again.close()
+
+
+def test_what_was_worked_out_for_a_layout_holds_for_the_next_push_of_it(
+    progress: ProgressWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, worked_out = cold_start(A), []
+    make_batch = plan_module.make_batch
+
+    def noted(*args: Any) -> Batch:
+        worked_out.append(args)
+        return make_batch(*args)
+
+    monkeypatch.setattr(plan_module, "make_batch", noted)
+    plan = live.plan(B)
+    for tensors in (B, A, B):
+        source = stored(tensors)
+        described = StoredCheckpoint.from_json(source.describe().to_json())
+        update = WorkerUpdate(7, described.specs)
+        update.read_from(OpenCheckpoint(described), take_digests=False)
+        progress.update(epoch=7, source_ready=False)
+        update.foresee(plan, progress, hurry=False)
+        deadline = time.monotonic() + 30
+        while not progress.record.source_ready:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert len(worked_out) == len(described.layout.pieces)
+        update.attach(live.begin(plan=plan))
+        update.land(device=CPU, progress=progress, check_wanted=lambda: None, is_mine=lambda _: True, copy_too=False)
+        finish_reload(update.opened)
+        update.stop()
+        assert differing(contents(live.model), contents(cold_start(tensors).model)) == []
+    assert len(worked_out) == len(described.layout.pieces)
+
+
+def test_where_nobody_is_served_nothing_is_waited_for(
+    progress: ProgressWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, source = cold_start(A), stored(B)
+    monkeypatch.setattr(OpenCheckpoint, "prefault", lambda self: pytest.fail("there was a hurry"))
+    update = WorkerUpdate(7, source.describe().specs)
+    update.read_from(OpenCheckpoint(source.describe()), take_digests=False)
+    assert not progress.record.source_ready
+    update.foresee(live.plan(B), progress, hurry=True)
+    assert progress.record.source_ready
+    update.stop()
 
 
 def test_stored_tensors_land_like_pushed_ones(progress: ProgressWriter) -> None:

@@ -217,7 +217,7 @@ class VllmRounds:
         update_id, epoch, commit_s = update.update_id, update.epoch, update.deadlines.commit_s
         answers = await self._life.rpc(update_id, commit_s, "weightpush_vllm_collected", epoch, update.weight_version)
         stored = next(answer["stored"] for answer in answers if "stored" in answer)
-        await self._life.rpc(update_id, commit_s, "weightpush_stored", epoch, update.weight_version, stored, False)
+        await self._life.read_stored(update, stored)
         await self._publisher.close_gate_and_drain(update_id)
         await self._publisher.land_and_publish(update)
 

@@ -126,7 +126,7 @@ class VllmWorkerExtension(WeightPushWorkerExtension):
             optional = layout.optional if layout is not None else ()
             state.copies.expect(epoch, weight_version, update.copy, optional=optional)
         collection.drop()
-        return {} if update.copy is None else {"stored": update.copy.describe().model_dump_json()}
+        return {} if update.copy is None else {"stored": update.copy.describe().to_json()}
 
     def weightpush_abandon(self, epoch: int) -> dict[str, Any]:
         """As for any update; what its round has collected is let go of."""

@@ -56,7 +56,7 @@ class Batch:
 def make_batch(programs: Mapping[str, Program], expected: Mapping[str, TensorSpec], entries: Entries) -> Batch:
     """Work out how ``entries`` land by ``programs``, which no two tensors share a byte of.
 
-    What is not as ``expected``, or needs more than copies, is left for one by one.
+    What is not as ``expected``, not aligned, or needs more than copies, is left for one by one.
     """
     alone: list[Move] = []
     names: set[str] = set()
@@ -64,7 +64,13 @@ def make_batch(programs: Mapping[str, Program], expected: Mapping[str, TensorSpe
     nbytes = 0
     for spec, offset in entries:
         program = programs.get(spec.name)
-        if program is None or spec.name in names or expected.get(spec.name) != spec or not _only_copies(program):
+        if (
+            program is None
+            or spec.name in names
+            or expected.get(spec.name) != spec
+            or not _only_copies(program)
+            or not _aligned(program, offset)
+        ):
             rest.append((spec, offset))
             continue
         names.add(spec.name)
@@ -92,6 +98,12 @@ def _only_copies(program: Program) -> bool:
         written[target.buffer.number].add(ranges)
         total += prod(target.shape) * target.dtype.itemsize
     return sum(len(ranges) for ranges in written.values()) == total
+
+
+def _aligned(program: Program, offset: int) -> bool:
+    """Whether every copy finds whole elements where it reads, the tensor being at byte ``offset``."""
+    sources = (step.source for step in program.steps)
+    return all(source is None or (offset + source.offset) % source.dtype.itemsize == 0 for source in sources)
 
 
 def _joined(moves: Sequence[Move]) -> Iterator[Move]:

@@ -16,7 +16,6 @@ from vllm.config import VllmConfig
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import (
     NAMED_OFFENDERS,
-    BucketSpec,
     ManifestProblem,
     ProblemKind,
     TensorSpec,
@@ -141,7 +140,7 @@ class ReloadSession:
     def land_bucket(
         self,
         buffer: torch.Tensor,
-        bucket: BucketSpec,
+        bucket: object,
         entries: Entries,
         *,
         check_wanted: Callable[[], None],
@@ -149,8 +148,9 @@ class ReloadSession:
     ) -> None:
         """Write the tensors of a planned bucket into the model, as :meth:`land` does, with far fewer copies.
 
-        ``buffer`` holds the bucket's bytes (uint8), which are laid out as ``entries`` say, the same for a ``bucket``
-        every time. ``check_wanted`` raises when nobody wants the rest any more; it is called before every copy.
+        ``buffer`` holds the bucket's bytes (uint8), laid out as ``entries`` say. ``bucket`` stands for that layout: an
+        object that is the same whenever the layout is. ``check_wanted`` raises when nobody wants the rest any more; it
+        is called before every copy.
 
         Raises:
             WeightPushError: see :meth:`land`; what ``check_wanted`` raises.

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from weightpush_protocol.manifest import NAMED_OFFENDERS, BucketSpec, TensorSpec
+from weightpush_protocol.manifest import NAMED_OFFENDERS, TensorSpec
 from weightpush_server.reload.batch import Batch, Entries, make_batch
 from weightpush_server.reload.contexts import loading_context
 from weightpush_server.reload.coverage import ByteRanges, strided_ranges
@@ -78,10 +78,10 @@ class Plan:
     #: Answers of :meth:`copies_all`.
     _copies_all: dict[int, tuple[ByteRanges, bool]] = field(default_factory=dict, compare=False)
     #: Batches of :meth:`batch`, by bucket, which are kept with them.
-    _batches: dict[int, tuple[BucketSpec, Batch]] = field(default_factory=dict, compare=False)
+    _batches: dict[int, tuple[object, Batch]] = field(default_factory=dict, compare=False)
 
-    def batch(self, bucket: BucketSpec, entries: Entries) -> Batch:
-        """Return how ``bucket``, which holds ``entries``, lands; worked out once for each bucket of a manifest."""
+    def batch(self, bucket: object, entries: Entries) -> Batch:
+        """Return how ``bucket``, which holds ``entries``, lands; worked out once for each such object."""
         known = self._batches.get(id(bucket))
         if known is None:
             while len(self._batches) >= KEPT_BATCHES:
