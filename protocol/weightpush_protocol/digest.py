@@ -40,6 +40,7 @@ import xxhash
 
 from weightpush_protocol.dtypes import dtype_name
 from weightpush_protocol.memory import bytes_under
+from weightpush_protocol.places import Places
 
 CHUNK_BYTES: Final = 128 * 1024
 _WORD_BYTES: Final = 8
@@ -82,9 +83,10 @@ def raw_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> byte
     """
     if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise ValueError(f"a bucket is a contiguous 1-d uint8 tensor, got {buffer.dtype} {list(buffer.shape)}")
-    for offset, nbytes in places:
-        if offset < 0 or nbytes < 0 or offset + nbytes > buffer.numel():
-            raise ValueError(f"bytes {offset} to {offset + nbytes} are not in a bucket of {buffer.numel()}")
+    places = places if isinstance(places, Places) else Places(places)
+    if places.end is None or places.end > buffer.numel():
+        wrong = next(place for place in places if min(place) < 0 or sum(place) > buffer.numel())
+        raise ValueError(f"bytes {wrong[0]} to {sum(wrong)} are not in a bucket of {buffer.numel()}")
     _check_byte_order()
     with torch.no_grad():
         if buffer.device.type != "cpu":
@@ -92,12 +94,14 @@ def raw_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> byte
             return bytes.fromhex("".join(digests))
         memory = bytes_under(buffer.detach())
     hash_of = xxhash.xxh3_64_digest
+    pieces = map(memory.__getitem__, places.cuts)
+    if places.largest <= CHUNK_BYTES:
+        # Not a step of Python for a tensor: with thousands of small ones that is as long as hashing them.
+        return b"".join(map(hash_of, pieces))
     return b"".join(
         [
-            hash_of(memory[offset : offset + nbytes])
-            if nbytes <= CHUNK_BYTES
-            else hash_of(_host_hashes(memory[offset : offset + nbytes]), seed=nbytes)
-            for offset, nbytes in places
+            hash_of(piece) if len(piece) <= CHUNK_BYTES else hash_of(_host_hashes(piece), seed=len(piece))
+            for piece in pieces
         ]
     )
 
