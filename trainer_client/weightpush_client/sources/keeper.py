@@ -32,23 +32,25 @@ class SourceKeeper:
         found = _leaves(weights)
         if found is None:
             return open_source(weights)
+        names, leaves = list(found), list(found.values())
         model = weights if isinstance(weights, nn.Module) else None
         kept = self._skeleton
-        if kept is not None and (None if kept.model is None else kept.model()) is model and kept.fits(found):
-            return ResidentSource(kept, list(found.values()))
+        if kept is not None and (None if kept.model is None else kept.model()) is model and kept.fits(names, leaves):
+            return ResidentSource(kept, leaves)
         source = open_source(weights)
-        leaves = {name: leaf for name, leaf in found.items() if isinstance(leaf, torch.Tensor)}
-        if len(leaves) < len(found):
+        if not all([isinstance(leaf, torch.Tensor) for leaf in leaves]):
             return source
         self._skeleton = None
-        if isinstance(source, PieceSource) and (model is None or list(leaves) != self._hopeless):
-            self._skeleton = Skeleton.of(source, leaves, model)
-            self._hopeless = list(leaves) if self._skeleton is None else None
-        return source if self._skeleton is None else ResidentSource(self._skeleton, list(leaves.values()))
+        if isinstance(source, PieceSource) and (model is None or names != self._hopeless):
+            self._skeleton = Skeleton.of(source, dict(zip(names, leaves, strict=True)), model)
+            self._hopeless = names if self._skeleton is None else None
+        return source if self._skeleton is None else ResidentSource(self._skeleton, leaves)
 
 
-def _leaves(weights: Weights) -> Mapping[str, object] | None:
-    """Return what ``weights`` hold by themselves, if that can be said without communicating."""
+def _leaves(weights: Weights) -> Mapping[str, torch.Tensor] | None:
+    """Return what ``weights`` hold by themselves, tensors or not, if that can be said without communicating."""
     if isinstance(weights, nn.Module):
         return None if fsdp_units(weights) or has_adapters(weights) else weights.state_dict()
+    if type(weights) is dict:
+        return weights
     return dict(weights) if isinstance(weights, Mapping) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ class Looks:
         self.dtypes = [tensor.dtype for tensor in tensors]
         self._guards = _guards(tensors)
 
-    def match(self, tensors: Collection[object]) -> bool:
+    def match(self, tensors: Sequence[object]) -> bool:
         """Whether ``tensors`` are plain and look the same, one by one."""
         if len(tensors) != len(self.shapes):
             return False
@@ -50,7 +50,7 @@ class Looks:
         self._guards = _guards(found)
         return True
 
-    def _match_one_by_one(self, tensors: Collection[object], found: list[torch.Tensor]) -> bool:
+    def _match_one_by_one(self, tensors: Sequence[object], found: list[torch.Tensor]) -> bool:
         # In one pass: with thousands of tensors each pass has to fetch them from memory again.
         for tensor, shape, stride, dtype in zip(tensors, self.shapes, self.strides, self.dtypes, strict=True):
             if (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -82,9 +82,9 @@ class Skeleton:
             Looks(tensors),
         )
 
-    def fits(self, leaves: Mapping[str, object]) -> TypeGuard[Mapping[str, torch.Tensor]]:
+    def fits(self, names: Sequence[str], leaves: Sequence[object]) -> bool:
         """Whether ``leaves`` are in everything but their bytes, and where these lie, those that it was made of."""
-        return list(leaves) == self.names and self.looks.match(leaves.values())
+        return names == self.names and self.looks.match(leaves)
 
 
 def _place(
