@@ -25,6 +25,7 @@ from weightpush_protocol.manifest import (
 from weightpush_server.reload.batch import Batch, Entries
 from weightpush_server.reload.contexts import loading_context, unproven
 from weightpush_server.reload.coverage import ByteRanges, WriteLog, WriteRecorder
+from weightpush_server.reload.landed import Apart, LandedNames
 from weightpush_server.reload.layout import ModelLayout
 from weightpush_server.reload.modulewise import ModuleCloser, Units
 from weightpush_server.reload.opening import Opened, find_places, unwritten
@@ -71,7 +72,7 @@ class ReloadSession:
         self.closer = ModuleCloser(
             layout, opened, units or Units(), forget=self._replayer.forget, check=self._check_poison
         )
-        self._landed: set[str] = set()
+        self._landed = LandedNames(plan.apart if plan is not None else Apart())
         self._writes = WriteLog()
         self._head_digest: str | None = None
         self._error: WeightPushError | None = None
@@ -109,9 +110,9 @@ class ReloadSession:
         self._replayer.close()
 
     @property
-    def landed(self) -> frozenset[str]:
-        """Names of the tensors that have landed."""
-        return frozenset(self._landed)
+    def landed(self) -> LandedNames:
+        """The tensors that have landed."""
+        return self._landed
 
     def land(self, tensors: Iterable[tuple[str, torch.Tensor]], *, read_only: bool = False) -> None:
         """Write checkpoint tensors into the model. The tensors may be reused once this returns.
@@ -163,7 +164,7 @@ class ReloadSession:
 
     def _move(self, batch: Batch, buffer: torch.Tensor, check_wanted: Callable[[], None]) -> None:
         with self._failing("copying it") as at, loading_context(self.vllm_config, self.device):
-            twice = next(iter(batch.names & self._landed), None)
+            twice = self._landed.twice(batch.names)
             if twice is not None:
                 raise _failed(twice, "it arrived twice")
             storage, start = buffer.untyped_storage(), int(buffer.storage_offset())
@@ -171,7 +172,7 @@ class ReloadSession:
                 check_wanted()
                 view = strided(storage, source.dtype, start + source.offset, source.shape, source.stride)
                 self._replayer.move(view, target)
-            self._landed |= batch.names
+            self._landed.add_all(batch.names)
             self.nbytes += batch.nbytes
             self.closer.landed(batch.names)
 
@@ -276,8 +277,7 @@ class ReloadSession:
     def _prove_names(self) -> None:
         if self.partial and self.plan is None:
             return  # Bytes alone count; what may be left out was decided when the model was opened.
-        optional = self.layout.optional
-        missing = [name for name in self._expected if name not in self._landed and name not in optional]
+        missing = self._landed.missing(self._expected, self.layout.optional)
         if missing:
             problems = [
                 ManifestProblem(kind=ProblemKind.MISSING, name=name).model_dump(mode="json")
