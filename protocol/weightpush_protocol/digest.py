@@ -40,6 +40,7 @@ import xxhash
 
 from weightpush_protocol.dtypes import dtype_name
 from weightpush_protocol.memory import bytes_under
+from weightpush_protocol.places import PlaceRun, Places
 from weightpush_protocol.threads import in_threads
 
 CHUNK_BYTES: Final = 128 * 1024
@@ -83,24 +84,30 @@ def raw_digests(buffer: torch.Tensor, places: Sequence[tuple[int, int]]) -> byte
     """
     if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise ValueError(f"a bucket is a contiguous 1-d uint8 tensor, got {buffer.dtype} {list(buffer.shape)}")
-    for offset, nbytes in places:
-        if offset < 0 or nbytes < 0 or offset + nbytes > buffer.numel():
-            raise ValueError(f"bytes {offset} to {offset + nbytes} are not in a bucket of {buffer.numel()}")
+    places = places if isinstance(places, Places) else Places(places)
+    if (outside := places.first_outside(buffer.numel())) is not None:
+        raise ValueError(f"bytes {outside[0]} to {sum(outside)} are not in a bucket of {buffer.numel()}")
     _check_byte_order()
     with torch.no_grad():
         if buffer.device.type != "cpu":
             digests = _device_digests([buffer[offset : offset + nbytes] for offset, nbytes in places])
             return bytes.fromhex("".join(digests))
         memory = bytes_under(buffer.detach())
+    return b"".join([_run_digests(memory, run) for run in places.runs])
+
+
+def _run_digests(memory: memoryview, run: PlaceRun) -> bytes:
+    start, nbytes, count = run
     hash_of = xxhash.xxh3_64_digest
-    return b"".join(
-        [
-            hash_of(memory[offset : offset + nbytes])
-            if nbytes <= CHUNK_BYTES
-            else hash_of(_host_hashes(memory[offset : offset + nbytes]), seed=nbytes)
-            for offset, nbytes in places
-        ]
-    )
+    if nbytes > CHUNK_BYTES:
+        pieces = (memory[at : at + nbytes] for at in range(start, start + nbytes * count, nbytes))
+        return b"".join([hash_of(_host_hashes(piece), seed=nbytes) for piece in pieces])
+    if count == 1:
+        digest: bytes = hash_of(memory[start : start + nbytes])
+        return digest
+    # No step of Python, and nothing that has to be fetched from memory, for a tensor: hashing it takes no longer.
+    starts, ends = (range(first, first + nbytes * count, nbytes) for first in (start, start + nbytes))
+    return b"".join(map(hash_of, map(memory.__getitem__, map(slice, starts, ends))))
 
 
 def _check_byte_order() -> None:

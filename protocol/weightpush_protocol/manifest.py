@@ -21,6 +21,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
 from weightpush_protocol.dtypes import DTYPE_NAMES, dtype_name, itemsize, torch_dtype
+from weightpush_protocol.places import Places
 
 MAX_NAME_LENGTH: Final = 512
 MAX_DIMENSIONS: Final = 16
@@ -107,7 +108,7 @@ class BucketTable(NamedTuple):
 
     entries: tuple[tuple[TensorSpec, int], ...]
     names: tuple[str, ...]
-    places: tuple[tuple[int, int], ...]
+    places: Places
 
     @classmethod
     def of(cls, entries: Sequence[tuple[TensorSpec, int]]) -> BucketTable:
@@ -115,7 +116,7 @@ class BucketTable(NamedTuple):
         return cls(
             tuple(entries),
             tuple(spec.name for spec, _ in entries),
-            tuple((offset, spec.nbytes) for spec, offset in entries),
+            Places((offset, spec.nbytes) for spec, offset in entries),
         )
 
 
@@ -132,10 +133,17 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _buckets_cover_tensors_once(self) -> Manifest:
+        # Called again for every message that is made with this object, which cannot have changed since.
+        if "_sound" not in self.__dict__:
+            self._check_buckets()
+            self.__dict__["_sound"] = True
+        return self
+
+    def _check_buckets(self) -> None:
         if self.nbytes > MAX_BYTES:
             raise ValueError(f"the tensors would have more than {MAX_BYTES} bytes together")
         if not self.buckets:
-            return self
+            return
         placed = Counter(index for bucket in self.buckets for index in bucket.tensors)
         for index, spec in enumerate(self.tensors):
             if placed[index] != 1:
@@ -144,7 +152,6 @@ class Manifest(BaseModel):
             raise ValueError(f"a bucket names tensor {max(placed)}, but the manifest has {len(self.tensors)}")
         for number, bucket in enumerate(self.buckets):
             _check_bucket(number, bucket, [self.tensors[index] for index in bucket.tensors])
-        return self
 
     @cached_property
     def nbytes(self) -> int:
@@ -162,7 +169,7 @@ class Manifest(BaseModel):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy, in which what was worked out of the original is worked out anew."""
         copied = super().model_copy(update=update, deep=deep)
-        for name in ("nbytes", "facts", "_sha256", "_tables"):
+        for name in ("nbytes", "facts", "_sha256", "_tables", "_sound"):
             copied.__dict__.pop(name, None)
         return copied
 

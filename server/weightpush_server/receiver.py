@@ -231,7 +231,7 @@ class UpdateReceiver:
             epoch=self.epoch,
             buckets=1,
             tensors=len(table.names),
-            bytes=sum(nbytes for _, nbytes in table.places),
+            bytes=table.places.nbytes,
         )
 
     def _write(self, job: _Job, bucket: _Bucket, *, read_only: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import torch
 from support.toy import CPU, Started, Tensors, checkpoint, cold_start, contents, differing
 from weightpush_protocol.digest import tensor_digest
 from weightpush_protocol.digest_text import raw_of
-from weightpush_protocol.errors import ErrorCode
+from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import Manifest, TensorSpec, build_manifest
 from weightpush_protocol.messages import BeginRequest
 from weightpush_protocol.transports.collective import CollectiveSender
@@ -24,7 +25,7 @@ from weightpush_protocol.transports.shm_sender import ShmSender
 from weightpush_server.progress import ProgressWriter
 from weightpush_server.receiver import UpdateReceiver
 from weightpush_server.records import ControlRecord, WorkerRecord
-from weightpush_server.reload import finish_reload
+from weightpush_server.reload import ReloadSession, finish_reload
 from weightpush_server.shared_state import SharedState
 
 A, B = checkpoint(1), checkpoint(2)
@@ -108,6 +109,52 @@ def test_a_push_out_of_shared_memory_equals_a_cold_start(planned: bool, progress
             sender._memory.buffer(index, sender._memory.buffer_bytes).fill_(0xFF)
         finish_reload(receiver.session)
     assert differing(contents(live.model), contents(wanted.model)) == []
+
+
+def land(session: ReloadSession, manifest: Manifest, number: int) -> None:
+    bucket, table = manifest.buckets[number], manifest.table(number)
+    buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
+    for spec, offset in table.entries:
+        buffer[offset : offset + spec.nbytes].view(spec.torch_dtype).view(spec.shape).copy_(B[spec.name])
+    session.land_bucket(buffer, bucket, table.entries, check_wanted=lambda: None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_updates_of_one_plan_know_what_came_twice_and_what_never_came(seed: int) -> None:
+    """Buckets that landed together before are known to have no tensor in common; that they all came is not."""
+    live, wanted = cold_start(A), cold_start(B)
+    plan, chooser = live.plan(B), random.Random(seed)
+    specs = [TensorSpec.of(name, tensor) for name, tensor in B.items()]
+    manifests = [manifest_of(B), build_manifest(specs, bucket_bytes=700)]
+    for turn in range(6):
+        manifest = manifests[turn // 2 % 2]
+        numbers = list(range(len(manifest.buckets)))
+        chooser.shuffle(numbers)
+        lost = numbers.pop()
+        session = live.begin(plan=plan)
+        for number in numbers:
+            land(session, manifest, number)
+        with pytest.raises(WeightPushError) as missing:
+            finish_reload(session)
+        assert missing.value.code is ErrorCode.PROOF_FAILED
+        names = manifest.table(lost).names
+        assert (missing.value.details["tensor"] in names, missing.value.details["missing"]) == (True, len(names))
+
+        session = live.begin(plan=plan)
+        for number in numbers:
+            land(session, manifest, number)
+        again = chooser.choice(numbers)
+        with pytest.raises(WeightPushError, match="arrived twice") as twice:
+            land(session, manifest, again)
+        assert twice.value.code is ErrorCode.LANDING_FAILED
+        assert twice.value.details["tensor"] in manifest.table(again).names
+
+        session = live.begin(plan=plan)
+        for number in [*numbers, lost]:
+            land(session, manifest, number)
+        assert len(session.landed) == len(B)
+        finish_reload(session)
+        assert differing(contents(live.model), contents(wanted.model)) == []
 
 
 def test_a_loader_that_writes_into_what_it_gets_harms_nobody(

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+import weightpush_protocol.manifest as manifest_module
 from weightpush_protocol.dtypes import (
     DTYPE_NAMES,
     dtype_name,
@@ -30,6 +32,8 @@ from weightpush_protocol.manifest import (
     plan_buckets,
     prefix_hint,
 )
+from weightpush_protocol.messages import BeginRequest
+from weightpush_protocol.transports.base import TransportConfig
 
 
 def spec(name: str, dtype: str = "bfloat16", *shape: int) -> TensorSpec:
@@ -145,6 +149,36 @@ def test_bad_bucket_plans(buckets: list[tuple[tuple[int, ...], tuple[int, ...], 
     plan = tuple(BucketSpec(tensors=tensors, offsets=offsets, nbytes=size) for tensors, offsets, size in buckets)
     with pytest.raises(ValidationError, match=message):
         Manifest(tensors=PAIR, buckets=plan)
+
+
+def test_a_manifest_is_looked_at_once_and_every_other_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    check = manifest_module._check_bucket
+
+    def counted(number: int, *rest: Any) -> None:
+        looked.append(number)
+        check(number, *rest)
+
+    def message(of: Manifest) -> BeginRequest:
+        return BeginRequest(weight_version="v", manifest=of, transport=TransportConfig(name="http"))
+
+    monkeypatch.setattr(manifest_module, "_check_bucket", counted)
+    manifest = Manifest(tensors=PAIR, buckets=plan_buckets(PAIR))
+    assert looked == [0]
+    for _ in range(2):
+        assert message(manifest).manifest is manifest
+    assert looked == [0]
+    # What was not made by the front door, or made out of it, was not looked at.
+    changed = (BucketSpec(tensors=(0, 1), offsets=(0, 10), nbytes=16),)
+    for other in (
+        manifest.model_copy(update={"buckets": changed}),
+        Manifest.model_construct(tensors=PAIR, buckets=changed),
+    ):
+        for _ in range(2):
+            with pytest.raises(ValidationError, match="'y' starts at byte 10, expected 8"):
+                message(other)
+    with pytest.raises(ValidationError, match="frozen"):
+        manifest.buckets = changed  # type: ignore[misc]  # it is read-only
 
 
 def test_digest_names_the_manifest() -> None:

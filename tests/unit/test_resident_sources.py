@@ -260,6 +260,31 @@ def test_the_copies_of_a_push_are_those_of_the_last_one_where_tensors_lie_alike(
     assert stream(keeper.open(apart), outgoing, manifest, programs) == stream(plain, outgoing, manifest, None)
 
 
+def test_tensors_at_the_same_addresses_may_lie_in_memory_of_their_own() -> None:
+    memory = bytearray(4 * 6 * 10)
+
+    def row(start: int, rows: int) -> torch.Tensor:
+        return torch.frombuffer(memory, dtype=torch.float32, offset=4 * 10 * start, count=10 * rows)
+
+    together = dict(zip("abcdef", row(0, 6).view(6, 10), strict=True))
+    alone = {name: row(number, 1) for number, name in enumerate("abcdef")}
+    assert [tensor.data_ptr() for tensor in together.values()] == [tensor.data_ptr() for tensor in alone.values()]
+    keeper, programs = SourceKeeper(), Programs()
+    outgoing = [Outgoing(held=spec, sent=spec) for spec in keeper.open(together).specs()]
+    manifest = build_manifest((item.sent for item in outgoing), 2**20)
+    made = []
+    for weights in (together, together, alone, together):
+        for number, tensor in enumerate(weights.values()):
+            tensor.fill_(number)
+        source = keeper.open(weights)
+        assert isinstance(source, ResidentSource)
+        made.append(programs.of(source, outgoing, manifest))
+        plain = TensorSource(weights.items())
+        assert stream(source, outgoing, manifest, programs) == stream(plain, outgoing, manifest, None)
+    assert made[0] is made[1]
+    assert made[2] is not made[1]
+
+
 def test_small_tensors_that_have_nothing_in_common_are_joined() -> None:
     weights = {f"t{number}": torch.randn(number + 1) for number in range(50)}
     keeper, programs = SourceKeeper(), Programs()

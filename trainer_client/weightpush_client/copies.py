@@ -17,6 +17,7 @@ from weightpush_client.align import Outgoing
 from weightpush_client.sources.resident import Place, ResidentSource, Skeleton
 from weightpush_protocol.even_runs import even_runs
 from weightpush_protocol.manifest import Manifest
+from weightpush_protocol.places import Places
 
 #: So much is copied before it is hashed: it must still be in the processor's cache, that of the last level.
 _WINDOW_BYTES: Final = 16 * 2**20
@@ -52,14 +53,15 @@ class Window(NamedTuple):
     """Copies, and what is in the buffer when they are done: byte offset and size of each tensor, in order."""
 
     copies: tuple[Copy, ...]
-    places: tuple[tuple[int, int], ...]
+    places: Places
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """How all buckets of ``manifest`` are filled with tensors of ``skeleton``.
 
-    ``apart``: for runs over several leaves, how many bytes each of these lies behind the run's first one.
+    ``apart``: for runs over several leaves, how many bytes each of these lies behind the run's first one. ``seen``:
+    addresses of all leaves, for which that was right.
     """
 
     skeleton: Skeleton
@@ -67,20 +69,31 @@ class Program:
     outgoing: Sequence[Outgoing]
     buckets: tuple[tuple[Window, ...], ...]
     apart: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    seen: list[int]
 
     def fits(self, source: ResidentSource, outgoing: Sequence[Outgoing], manifest: Manifest) -> bool:
         """Whether it is right for a push of ``manifest`` from ``source``, as its tensors lie now."""
         if self.skeleton is not source.skeleton or self.manifest is not manifest or self.outgoing is not outgoing:
             return False
+        if not self.apart:
+            return True
         leaves = source.leaves
-        for base, others, distances in self.apart:
-            start, memory = leaves[base].data_ptr(), leaves[base].untyped_storage()
-            addresses = [leaves[other].data_ptr() for other in others]
-            if [address - start for address in addresses] != list(distances):
-                return False
-            if addresses[-1] + leaves[others[-1]].nbytes > memory.data_ptr() + memory.nbytes():
+        addresses = [leaf.data_ptr() for leaf in leaves]
+        if addresses != self.seen and not self._as_far_apart(addresses):
+            return False
+        self.seen[:] = addresses
+        # What lies where it lay may be another's memory.
+        for base, others, _ in self.apart:
+            memory = leaves[base].untyped_storage()
+            if addresses[others[-1]] + leaves[others[-1]].nbytes > memory.data_ptr() + memory.nbytes():
                 return False
         return True
+
+    def _as_far_apart(self, addresses: Sequence[int]) -> bool:
+        return all(
+            [addresses[other] - addresses[base] for other in others] == list(distances)
+            for base, others, distances in self.apart
+        )
 
 
 class Programs:
@@ -103,7 +116,7 @@ def make_program(source: ResidentSource, outgoing: Sequence[Outgoing], manifest:
         tuple(maker.window(entries) for entries in _windows(manifest, number))
         for number in range(len(manifest.buckets))
     )
-    return Program(source.skeleton, manifest, outgoing, buckets, tuple(maker.apart))
+    return Program(source.skeleton, manifest, outgoing, buckets, tuple(maker.apart), maker.addresses)
 
 
 #: What copies that can be made at once have in common: memory, dtype, shape and stride of the source, and target dtype.
@@ -135,7 +148,8 @@ class _Maker:
     def __init__(self, source: ResidentSource, outgoing: Sequence[Outgoing]) -> None:
         self._outgoing = outgoing
         self._skeleton = source.skeleton
-        self._addresses = [leaf.data_ptr() for leaf in source.leaves]
+        #: Of all leaves.
+        self.addresses = [leaf.data_ptr() for leaf in source.leaves]
         self._storages = [leaf.untyped_storage().data_ptr() for leaf in source.leaves]
         self.apart: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
 
@@ -147,7 +161,7 @@ class _Maker:
                 continue
             place, dtype = self._place(entry)
             source_dtype = self._skeleton.dtypes[place.leaf]
-            address = self._addresses[place.leaf] + place.offset * source_dtype.itemsize
+            address = self.addresses[place.leaf] + place.offset * source_dtype.itemsize
             kind = (self._storages[place.leaf], source_dtype, place.shape, place.stride, dtype)
             kinds[kind][address, entry.offset] = entry
         copies: list[Copy] = []
@@ -160,7 +174,7 @@ class _Maker:
                 else:
                     copies.append(self._run(found, run[1][0] - run[0][0], run[1][1] - run[0][1]))
         copies += self._joined(sorted(alone, key=lambda entry: entry.offset))
-        return Window(tuple(copies), tuple((entry.offset, entry.nbytes) for entry in entries))
+        return Window(tuple(copies), Places((entry.offset, entry.nbytes) for entry in entries))
 
     def _place(self, entry: Entry) -> tuple[Place, torch.dtype]:
         item = self._outgoing[entry.number]
@@ -171,9 +185,9 @@ class _Maker:
         first, dtype = self._place(entries[0])
         leaves = list(dict.fromkeys(self._place(entry)[0].leaf for entry in entries))
         if len(leaves) > 1:
-            start = self._addresses[first.leaf]
+            start = self.addresses[first.leaf]
             others = tuple(leaves[1:])
-            self.apart.append((first.leaf, others, tuple(self._addresses[leaf] - start for leaf in others)))
+            self.apart.append((first.leaf, others, tuple(self.addresses[leaf] - start for leaf in others)))
         alone = self._alone(entries[0])
         return alone._replace(
             shape=(len(entries), *alone.shape),

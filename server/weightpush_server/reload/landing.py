@@ -24,6 +24,7 @@ from weightpush_protocol.manifest import (
 from weightpush_server.reload.batch import Batch, Entries
 from weightpush_server.reload.contexts import loading_context, unproven
 from weightpush_server.reload.coverage import ByteRanges, WriteLog, WriteRecorder
+from weightpush_server.reload.landed import Apart, LandedNames
 from weightpush_server.reload.layout import ModelLayout
 from weightpush_server.reload.modulewise import ModuleCloser, Unit, Units, groups_of
 from weightpush_server.reload.opening import Opened, find_places, unwritten
@@ -73,7 +74,7 @@ class ReloadSession:
         )
         #: Modules that a partial update leaves as they are.
         self.kept = tuple(kept)
-        self._landed: set[str] = set()
+        self._landed = LandedNames(plan.apart if plan is not None else Apart())
         self._writes = WriteLog()
         self._head_digest: str | None = None
         self._error: WeightPushError | None = None
@@ -111,9 +112,9 @@ class ReloadSession:
         self._replayer.close()
 
     @property
-    def landed(self) -> frozenset[str]:
-        """Names of the tensors that have landed."""
-        return frozenset(self._landed)
+    def landed(self) -> LandedNames:
+        """The tensors that have landed."""
+        return self._landed
 
     def land(self, tensors: Iterable[tuple[str, torch.Tensor]], *, read_only: bool = False) -> None:
         """Write checkpoint tensors into the model. The tensors may be reused once this returns.
@@ -166,7 +167,7 @@ class ReloadSession:
 
     def _move(self, batch: Batch, buffer: torch.Tensor, check_wanted: Callable[[], None]) -> None:
         with self._failing("copying it") as at, loading_context(self.vllm_config, self.device):
-            twice = next(iter(batch.names & self._landed), None)
+            twice = self._landed.twice(batch.names)
             if twice is not None:
                 raise _failed(twice, "it arrived twice")
             storage, start = buffer.untyped_storage(), int(buffer.storage_offset())
@@ -174,7 +175,7 @@ class ReloadSession:
                 check_wanted()
                 view = strided(storage, source.dtype, start + source.offset, source.shape, source.stride)
                 self._replayer.move(view, target)
-            self._landed |= batch.names
+            self._landed.add_all(batch.names)
             self.nbytes += batch.nbytes
             self.closer.landed(batch.names)
 
@@ -280,8 +281,7 @@ class ReloadSession:
     def _prove_names(self) -> None:
         if self.partial and self.plan is None:
             return  # Bytes alone count; what may be left out was decided when the model was opened.
-        optional = self.layout.optional
-        missing = [name for name in self._expected if name not in self._landed and name not in optional]
+        missing = self._landed.missing(self._expected, self.layout.optional)
         if missing:
             problems = [
                 ManifestProblem(kind=ProblemKind.MISSING, name=name).model_dump(mode="json")

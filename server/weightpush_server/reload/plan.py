@@ -26,6 +26,7 @@ from weightpush_server.reload.batch import Batch, Entries, make_batch
 from weightpush_server.reload.contexts import loading_context
 from weightpush_server.reload.coverage import ByteRanges, strided_ranges
 from weightpush_server.reload.fingerprint import tensor_objects
+from weightpush_server.reload.landed import Apart
 from weightpush_server.reload.layout import ModelLayout
 from weightpush_server.reload.program import Kind, Program, Step, View
 from weightpush_server.reload.standins import stand_ins
@@ -77,6 +78,8 @@ class Plan:
     _units: list[Units] = field(default_factory=list, compare=False)
     #: Answers of :meth:`copies_all`.
     _copies_all: dict[int, tuple[ByteRanges, bool]] = field(default_factory=dict, compare=False)
+    #: Names of the batches that landed last.
+    apart: Apart = field(default_factory=Apart, compare=False)
     #: Batches of :meth:`batch`, by bucket, which are kept with them.
     _batches: dict[int, tuple[object, Batch]] = field(default_factory=dict, compare=False)
 

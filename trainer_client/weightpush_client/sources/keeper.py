@@ -29,29 +29,28 @@ class SourceKeeper:
         Raises:
             WeightPushError, TypeError: see `open_source`.
         """
-        leaves = _leaves(weights)
-        if leaves is None:
+        found = _leaves(weights)
+        if found is None:
             return open_source(weights)
+        names, leaves = list(found), list(found.values())
         model = weights if isinstance(weights, nn.Module) else None
         kept = self._skeleton
-        if kept is not None and (None if kept.model is None else kept.model()) is model and kept.fits(leaves):
-            return ResidentSource(kept, list(leaves.values()))
+        if kept is not None and (None if kept.model is None else kept.model()) is model and kept.fits(names, leaves):
+            return ResidentSource(kept, leaves)
         source = open_source(weights)
+        if not all([isinstance(leaf, torch.Tensor) for leaf in leaves]):
+            return source
         self._skeleton = None
-        if isinstance(source, PieceSource) and (model is None or list(leaves) != self._hopeless):
-            self._skeleton = Skeleton.of(source, leaves, model)
-            self._hopeless = list(leaves) if self._skeleton is None else None
-        return source if self._skeleton is None else ResidentSource(self._skeleton, list(leaves.values()))
+        if isinstance(source, PieceSource) and (model is None or names != self._hopeless):
+            self._skeleton = Skeleton.of(source, dict(zip(names, leaves, strict=True)), model)
+            self._hopeless = names if self._skeleton is None else None
+        return source if self._skeleton is None else ResidentSource(self._skeleton, leaves)
 
 
 def _leaves(weights: Weights) -> Mapping[str, torch.Tensor] | None:
-    """Return the tensors that ``weights`` hold by themselves, if that can be said without communicating."""
+    """Return what ``weights`` hold by themselves, tensors or not, if that can be said without communicating."""
     if isinstance(weights, nn.Module):
-        if fsdp_units(weights) or has_adapters(weights):
-            return None
-        leaves: Mapping[str, torch.Tensor] = weights.state_dict()
-    elif isinstance(weights, Mapping):
-        leaves = dict(weights)
-    else:
-        return None
-    return leaves if all([isinstance(leaf, torch.Tensor) for leaf in leaves.values()]) else None
+        return None if fsdp_units(weights) or has_adapters(weights) else weights.state_dict()
+    if type(weights) is dict:
+        return weights
+    return dict(weights) if isinstance(weights, Mapping) else None

@@ -1,8 +1,8 @@
 """Sources whose tensors lie whole in the trainer's own memory, push after push, in the same way.
 
 What a trainer pushes changes in its bytes only. So what a source looks like is kept from one push to the next, and no
-tensor with it: a `Skeleton`. The next push holds what it is given against it, which takes half a microsecond a tensor
-instead of fifty, and gets a source that knows where every tensor lies before it is read.
+tensor with it: a `Skeleton`. The next push holds what it is given against it, which takes a tenth of a microsecond a
+tensor instead of fifty, and gets a source that knows where every tensor lies before it is read.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import nn
 
 from weightpush_client.sources.base import memory_of
 from weightpush_client.sources.groups import WholeTensor
+from weightpush_client.sources.looks import Looks, is_plain
 from weightpush_client.sources.pieces import Node, PieceSource
 from weightpush_protocol.manifest import TensorSpec
 
 _CPU = torch.device("cpu")
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 
 class Place(NamedTuple):
@@ -44,23 +44,26 @@ class Skeleton:
     Attributes:
         specs: of what it yields, in order; ``places``: where each lies, by name.
         model: the module that it is of, or None where it is of a mapping or of pairs.
-        names, shapes, strides, dtypes: of the leaves.
+        names, looks: of the leaves.
     """
 
     specs: Sequence[TensorSpec]
     places: Mapping[str, Place]
     model: weakref.ref[nn.Module] | None
     names: Sequence[str]
-    shapes: Sequence[torch.Size]
-    strides: Sequence[tuple[int, ...]]
-    dtypes: Sequence[torch.dtype]
+    looks: Looks
+
+    @property
+    def dtypes(self) -> Sequence[torch.dtype]:
+        """Of the leaves."""
+        return self.looks.dtypes
 
     @classmethod
     def of(cls, source: PieceSource, leaves: Mapping[str, torch.Tensor], model: nn.Module | None) -> Skeleton | None:
         """Return the skeleton of ``source``, which was made of ``leaves``; None where not all of it lies in them."""
         if not all(isinstance(group, WholeTensor) for group in source.groups):
             return None
-        if not all(map(_is_plain, leaves.values())):
+        if not all(map(is_plain, leaves.values())):
             return None
         numbers = {name: number for number, name in enumerate(leaves)}
         tensors = list(leaves.values())
@@ -76,29 +79,12 @@ class Skeleton:
             places,
             None if model is None else weakref.ref(model),
             list(leaves),
-            [tensor.shape for tensor in tensors],
-            [tensor.stride() for tensor in tensors],
-            [tensor.dtype for tensor in tensors],
+            Looks(tensors),
         )
 
-    def fits(self, leaves: Mapping[str, torch.Tensor]) -> bool:
+    def fits(self, names: Sequence[str], leaves: Sequence[object]) -> bool:
         """Whether ``leaves`` are in everything but their bytes, and where these lie, those that it was made of."""
-        if list(leaves) != self.names:
-            return False
-        kinds, strided = _PLAIN, torch.strided
-        # In one pass: with thousands of tensors each pass has to fetch them from memory again.
-        for tensor, shape, stride, dtype in zip(leaves.values(), self.shapes, self.strides, self.dtypes, strict=True):
-            if (
-                type(tensor) not in kinds
-                or not tensor.is_cpu
-                or tensor.layout is not strided
-                or tensor.shape != shape
-                or tensor.dtype is not dtype
-                or tensor.stride() != stride
-                or tensor.is_neg()
-            ):
-                return False
-        return True
+        return names == self.names and self.looks.match(leaves)
 
 
 def _place(
@@ -121,11 +107,6 @@ def _place(
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.dtype.itemsize]
     return torch.equal(one.view(width), other.view(width))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is an ordinary, dense tensor on the CPU, of a kind whose views show the bytes of their memory."""
-    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg()
 
 
 class ResidentSource:
