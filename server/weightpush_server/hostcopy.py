@@ -76,8 +76,8 @@ class HostFile:
     def append(self, raw: torch.Tensor) -> int:
         """Write a 1-d uint8 tensor of any device behind what is there and return its byte offset."""
         offset = at = -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
-        for part in raw.split(_WRITE_BYTES) if raw.numel() else ():
-            rest = memoryview(part.cpu().numpy().data)
+        for start in range(0, raw.numel(), _WRITE_BYTES):
+            rest = memoryview(raw[start : start + _WRITE_BYTES].cpu().numpy().data)
             while rest:
                 count = os.pwrite(self._descriptor, rest, at)
                 rest, at = rest[count:], at + count
