@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-import torch
-
-from weightpush_protocol.digest import tensor_digest
+from weightpush_protocol.digest import raw_digests
+from weightpush_protocol.digest_text import texts
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_protocol.manifest import NAMED_OFFENDERS, Manifest
 from weightpush_protocol.messages import BeginRequest, DigestKind, DiskReloadRequest, FinishAnswer, UpdateMode
@@ -171,15 +170,15 @@ class _Files:
         source: OpenCheckpoint | None = None
         try:
             source = OpenCheckpoint(self._disk.stored)
-            for tensor in self._disk.stored.tensors:
+            for piece, buffer in source.pieces():
                 if self._closed.is_set():
                     raise WeightPushError(ErrorCode.ABORTED, "the update was given up while its files were read")
-                raw = source.read(tensor)
-                digest = tensor_digest(raw)
-                check_digest(tensor.spec.name, digest, self._expected)
+                digests = texts(raw_digests(buffer, piece.table.places))
+                for name, digest in zip(piece.table.names, digests, strict=True):
+                    check_digest(name, digest, self._expected)
                 if copy is not None:
-                    copy.digests[tensor.spec.name] = digest
-                    copy.add(tensor.spec, raw.reshape(-1).view(torch.uint8))
+                    copy.digests.update(zip(piece.table.names, digests, strict=True))
+                    copy.add_bucket(piece.table, buffer)
         except WeightPushError:
             self._disk.check_unchanged()  # Says better why a file has ended too early, or is another one.
             raise
@@ -196,7 +195,7 @@ class _Files:
         self._close_if_told()
 
     def close(self) -> None:
-        """Let go of files and memory, now or when the thread that uses them is done with its tensor."""
+        """Let go of files and memory, now or when the thread that uses them is done with its piece."""
         self._closed.set()
         self._close_if_told()
 

@@ -24,6 +24,8 @@ from weightpush_server.stored import OpenCheckpoint, StoredCheckpoint, StoredFil
 
 #: Every tensor starts at a multiple of this, in bytes: aligned for any dtype, and for wide copies.
 _ALIGNMENT: Final = 64
+#: Written at once, in bytes: of what lies on a device no more is in host memory twice.
+_WRITE_BYTES: Final = 16 * 2**20
 #: Left alone where the budget is what the host has free, in bytes.
 _RESERVE_BYTES: Final = 2**30
 #: A copy whose files hold more than this many times its tensors is written anew.
@@ -73,12 +75,12 @@ class HostFile:
 
     def append(self, raw: torch.Tensor) -> int:
         """Write a 1-d uint8 tensor of any device behind what is there and return its byte offset."""
-        offset = -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
-        rest = memoryview(raw.cpu().numpy().data) if raw.numel() else memoryview(b"")
-        at = offset
-        while rest:
-            count = os.pwrite(self._descriptor, rest, at)
-            rest, at = rest[count:], at + count
+        offset = at = -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
+        for start in range(0, raw.numel(), _WRITE_BYTES):
+            rest = memoryview(raw[start : start + _WRITE_BYTES].cpu().numpy().data)
+            while rest:
+                count = os.pwrite(self._descriptor, rest, at)
+                rest, at = rest[count:], at + count
         return offset
 
 

@@ -26,7 +26,7 @@ _SPREAD: Final = 4
 #: A piece begins at a multiple of this in its file, so that offsets say what is aligned, in bytes.
 _ALIGNMENT: Final = 64
 #: Layouts that are not worked out anew where they come again.
-_KEPT_LAYOUTS: Final = 4
+_KEPT_LAYOUTS: Final = 2
 
 
 class StoredFile(BaseModel):

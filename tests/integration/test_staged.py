@@ -94,11 +94,11 @@ def test_staged_weights_are_those_of_a_direct_push(server: ServerProcess, checkp
     assert direct.fingerprint == before
     sizes = {"gloo": 10_000_000, "http": BUCKET_BYTES, "shm": 3_000}
     for transport, bucket_bytes in sizes.items():
-        (other,) = push(server, checkpoints, f"A {transport}", transport=transport).servers
+        (other,) = push(server, checkpoints, f"A-{transport}", transport=transport).servers
         assert other.fingerprint != before
         for _ in range(2):  # The second finds everything worked out.
             (staged,) = push(
-                server, checkpoints, f"B {transport}", transport=transport, bucket_bytes=bucket_bytes
+                server, checkpoints, f"B-{transport}", transport=transport, bucket_bytes=bucket_bytes
             ).servers
             assert (staged.mode, staged.fingerprint) == ("staged", before)
     last = server.status()["last_update"]

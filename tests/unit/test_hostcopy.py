@@ -246,7 +246,9 @@ def test_a_host_without_room_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         copies().check_room(1)
 
 
-def test_a_large_tensor_is_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [700, 10_000])
+def test_a_large_tensor_is_written_whole(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WRITE_BYTES", at_once)
     pwrite, file = os.pwrite, HostFile()
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:1000], at))  # As the kernel may.
     assert file.append(torch.arange(2500, dtype=torch.int16).view(torch.uint8)) == 0
