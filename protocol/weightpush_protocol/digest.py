@@ -100,8 +100,12 @@ def _run_digests(memory: memoryview, run: PlaceRun) -> bytes:
     start, nbytes, count = run
     hash_of = xxhash.xxh3_64_digest
     if nbytes > CHUNK_BYTES:
-        pieces = (memory[at : at + nbytes] for at in range(start, start + nbytes * count, nbytes))
-        return b"".join([hash_of(_host_hashes(piece), seed=nbytes) for piece in pieces])
+
+        def digests(starts: Sequence[int]) -> bytes:
+            return b"".join([hash_of(_host_hashes(memory[at : at + nbytes]), seed=nbytes) for at in starts])
+
+        total = nbytes * count
+        return b"".join(in_threads(digests, range(start, start + total, nbytes), nbytes=total))
     if count == 1:
         digest: bytes = hash_of(memory[start : start + nbytes])
         return digest

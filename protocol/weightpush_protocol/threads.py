@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -16,17 +17,19 @@ _Result = TypeVar("_Result")
 
 #: Bytes that a thread must get at least: a tenth of a millisecond of hashing, where handing over takes a fifth of that.
 _LEAST_BYTES: Final = 2 * 2**20
+#: Whoever waited for the pool in a thread of the pool could wait for itself.
+_this_thread = threading.local()
 
 
 def in_threads(work: Callable[[_Items], _Result], items: _Items, *, nbytes: int) -> list[_Result]:
     """Return ``work`` of runs of ``items``, in order, each run in a thread of its own; of all at once if few.
 
-    ``nbytes``: of host memory that all items together stand for; they should be of about one size. ``work`` must let
-    other threads run while it works, and must not call this itself. The threads are those of ``OMP_NUM_THREADS``,
+    ``nbytes``: of host memory that all items together stand for; they should be of about one size. ``work`` should let
+    other threads run while it works; where it calls this itself, it keeps to its own thread. The threads are those of ``OMP_NUM_THREADS``,
     which vLLM sets to the cores that a worker owns.
     """
     threads = min(torch.get_num_threads(), nbytes // _LEAST_BYTES, len(items))
-    if threads < 2:
+    if threads < 2 or getattr(_this_thread, "is_one_of_them", False):
         return [work(items)]
     cuts = [len(items) * turn // threads for turn in range(threads + 1)]
     runs = [items[start:end] for start, end in pairwise(cuts)]
@@ -35,7 +38,11 @@ def in_threads(work: Callable[[_Items], _Result], items: _Items, *, nbytes: int)
 
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(torch.get_num_threads(), "weightpush-hash")
+    return ThreadPoolExecutor(torch.get_num_threads(), "weightpush-hash", _join_them)
+
+
+def _join_them() -> None:
+    _this_thread.is_one_of_them = True
 
 
 # A child process has no threads but the one that forked.

@@ -61,9 +61,18 @@ def test_what_a_thread_raises_reaches_the_caller() -> None:
         in_threads(work, range(9), nbytes=LARGE)
 
 
+@pytest.mark.usefixtures("three")
+def test_work_that_is_handed_out_hands_nothing_out() -> None:
+    def outer(items: Sequence[int]) -> list[list[int]]:
+        return in_threads(list, items, nbytes=LARGE)
+
+    assert in_threads(outer, range(9), nbytes=LARGE) == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]]]
+
+
 def test_digests_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch, three: None) -> None:
     data = torch.randint(0, 256, (90 * CHUNK_BYTES + 5,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     places = [(3, 7), (16, 80 * CHUNK_BYTES + 1), (0, 0), (81 * CHUNK_BYTES, 9 * CHUNK_BYTES + 5)]
+    places += [(place * 44 * CHUNK_BYTES, 44 * CHUNK_BYTES) for place in (0, 1)]
     many = (tensor_digest(data), tensor_digest(data[1:].view(2, -1).t()[1:]), raw_digests(data, places))
     assert threads._pool.cache_info().currsize == 1
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
