@@ -25,8 +25,8 @@ def in_threads(work: Callable[[_Items], _Result], items: _Items, *, nbytes: int)
     """Return ``work`` of runs of ``items``, in order, each run in a thread of its own; of all at once if few.
 
     ``nbytes``: of host memory that all items together stand for; they should be of about one size. ``work`` should let
-    other threads run while it works; where it calls this itself, it keeps to its own thread. The threads are those of ``OMP_NUM_THREADS``,
-    which vLLM sets to the cores that a worker owns.
+    other threads run while it works; where it calls this itself, it keeps to its own thread. The threads are those of
+    ``OMP_NUM_THREADS``, which vLLM sets to the cores that a worker owns.
     """
     threads = min(torch.get_num_threads(), nbytes // _LEAST_BYTES, len(items))
     if threads < 2 or getattr(_this_thread, "is_one_of_them", False):
