@@ -215,15 +215,11 @@ class UpdateReceiver:
         if self._copy is not None:
             with self.seconds.booking("copy"):
                 self._copy.add_bucket(table, buffer)
-        if not self._staged:
-            shared = isinstance(self._transport, BorrowingReceiver)
+        if self._staged:
+            self._give_back(job)
+        else:
             with self.seconds.booking("land"):
-                self._write(job, bucket, read_only=shared)
-                if self._device.type == "cuda":
-                    # Copies are queued; the buffer is reused and progress is told only when they are done.
-                    torch.cuda.synchronize(self._device)
-        if isinstance(self._transport, BorrowingReceiver):
-            self._transport.give_back(job.bucket)
+                self._write(job, bucket)
         self._arrived += len(table.names)
         if job.spool is not None:
             self._landed.update(table.names)
@@ -234,13 +230,28 @@ class UpdateReceiver:
             bytes=table.places.nbytes,
         )
 
-    def _write(self, job: _Job, bucket: _Bucket, *, read_only: bool) -> None:
+    def _give_back(self, job: _Job) -> None:
+        """Let the bytes of a bucket be overwritten. The trainer's next ones then come while this one is processed."""
+        if self._device.type == "cuda":
+            # Copies are queued; the buffer is reused and progress is told only when they are done.
+            torch.cuda.synchronize(self._device)
+        if isinstance(self._transport, BorrowingReceiver):
+            self._transport.give_back(job.bucket)
+
+    def _write(self, job: _Job, bucket: _Bucket) -> None:
         buffer, entries = bucket.buffer, bucket.table.entries
         if job.spool is None:
-            spec = self.begin.manifest.buckets[job.bucket]
-            self.session.land_bucket(buffer, spec, entries, check_wanted=self._check_wanted, read_only=read_only)
+            self.session.land_bucket(
+                buffer,
+                self.begin.manifest.buckets[job.bucket],
+                entries,
+                check_wanted=self._check_wanted,
+                read_only=isinstance(self._transport, BorrowingReceiver),
+                let_go=lambda: self._give_back(job),
+            )
             return
-        self.session.land(self._until_stopped(buffer, entries), read_only=read_only)
+        self.session.land(self._until_stopped(buffer, entries))
+        self._give_back(job)
 
     def _until_stopped(
         self, buffer: torch.Tensor, entries: Sequence[tuple[TensorSpec, int]]

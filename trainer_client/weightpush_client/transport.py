@@ -28,7 +28,7 @@ from weightpush_protocol.transports.sockets import pick_host
 TRANSPORTS: Final = ("auto", *get_args(TransportName))
 
 #: Largest bucket over shared memory. Larger ones would only wait for one another, and fit no cache.
-_SHARED_BUCKET_BYTES: Final = 16 * 2**20
+_SHARED_BUCKET_BYTES: Final = 8 * 2**20
 
 _logger = logging.getLogger("weightpush")
 

@@ -146,24 +146,30 @@ class ReloadSession:
         *,
         check_wanted: Callable[[], None],
         read_only: bool = False,
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
         """Write the tensors of a planned bucket into the model, as :meth:`land` does, with far fewer copies.
 
         ``buffer`` holds the bucket's bytes (uint8), laid out as ``entries`` say. ``bucket`` stands for that layout: an
         object that is the same whenever the layout is. ``check_wanted`` raises when nobody wants the rest any more; it
-        is called before every copy.
+        is called before every copy. ``let_go`` is called when the last copy was made, and before the modules that the
+        bucket completes are processed.
 
         Raises:
             WeightPushError: see :meth:`land`; what ``check_wanted`` raises.
         """
         self._check_current()
-        rest = entries
+        batch: Batch | None = None
         if self.plan is not None and buffer.device.type == self.device.type:
             batch = self.plan.batch(bucket, entries)
             self._move(batch, buffer, check_wanted)
-            rest = batch.rest
+        rest = batch.rest if batch is not None else entries
         tensors = ((spec.name, view_tensor(buffer, offset, spec)) for spec, offset in _wanted(rest, check_wanted))
         self.land(tensors, read_only=read_only)
+        let_go()
+        if batch is not None:
+            with self._failing("processing"), loading_context(self.vllm_config, self.device):
+                self.closer.landed(batch.names)
 
     def _move(self, batch: Batch, buffer: torch.Tensor, check_wanted: Callable[[], None]) -> None:
         with self._failing("copying it") as at, loading_context(self.vllm_config, self.device):
@@ -177,7 +183,6 @@ class ReloadSession:
                 self._replayer.move(view, target)
             self._landed.add_all(batch.names)
             self.nbytes += batch.nbytes
-            self.closer.landed(batch.names)
 
     def _replay(self, name: str, tensor: torch.Tensor) -> bool:
         """Copy ``tensor`` to its places; return False where the model's loaders have to."""
