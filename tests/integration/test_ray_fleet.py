@@ -244,6 +244,7 @@ def test_a_failed_launch_names_the_replica_and_leaves_nothing(
     until(lambda: ray.available_resources()["CPU"] >= free, ray.available_resources, 60)
 
 
+@pytest.mark.slow
 def test_whoever_interrupts_a_launch_and_its_end_leaves_nothing(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
