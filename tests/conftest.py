@@ -12,11 +12,13 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 @pytest.fixture(autouse=True)
 def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the developer's proxies and token out of every test."""
+    """Keep the developer's proxies, passwords and token out of every test."""
     for name in _PROXIES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.delenv("WEIGHTPUSH_CONTROL_TOKEN", raising=False)
+    # `requests` sends what it finds there in the place of the header that it was given.
+    monkeypatch.setenv("NETRC", os.devnull)
 
 
 def pytest_configure() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from weightpush_protocol.state import ServerState
+from weightpush_server.address import claim_address
 from weightpush_server.config import ServerConfig
 from weightpush_server.host_memory import keep_pages
 from weightpush_server.options import OPEN_OPTION, OwnOptions, StartRefusedError, add_own_options, take_own_options
@@ -70,7 +71,13 @@ def main(argv: Sequence[str]) -> None:
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
     prepare(args, own, RunDirectory(Path(os.environ[VARIABLE])))
+    try:
+        # After `prepare`, so that a restart in which the address is taken for a moment is tried again.
+        held = claim_address(args.host, args.port, args.uds)
+    except StartRefusedError as error:
+        _exit(str(error), status=1)
     ServeSubcommand.cmd(args)
+    del held  # Not before.
 
 
 def _token_file(own: OwnOptions, directory: RunDirectory) -> Path | None:
@@ -226,6 +233,6 @@ def _plugin_names() -> list[str]:
     return list(dict.fromkeys([*names, GENERAL_PLUGIN, ENDPOINT_PLUGIN]))
 
 
-def _exit(message: str) -> NoReturn:
+def _exit(message: str, status: int = 2) -> NoReturn:
     print(f"weightpush serve: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(status)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Final
 
-from weightpush_server.processes import adopt_orphans, end_all_children, reap, say
+from weightpush_server.processes import adopt_orphans, end_all_children, reap, say, wake_when_parent_dies
 from weightpush_server.rundir import RunDirectory
 
 #: Signals that mean: stop in good order.
@@ -51,11 +51,14 @@ class Keeper:
         self._server: int | None = None
         self._stop_by: float | None = None
         self._interrupted = False
+        #: Why the server was killed, if it was. Said when all is done: printing waits where nobody reads.
+        self._killed_because: str | None = None
 
     def run(self) -> int:
         """Run the server until it ends; return its exit status, as a shell would show it."""
         os.setsid()  # A terminal's Ctrl-C reaches the supervisor alone, which passes it on.
         adopt_orphans()
+        wake_when_parent_dies()
         self._wake, wake_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -71,11 +74,17 @@ class Keeper:
         end_all_children(patience_s=_PATIENCE_S if stopping and status < 128 else 0.0)
         if self._is_alone():
             self._directory.remove()  # Else the supervisor does.
+        if self._killed_because is not None:
+            say(self._killed_because)
         return status
 
     def _is_alone(self) -> bool:
-        """Whether the supervisor is gone: its end of the pipe is closed."""
-        return bool(select.select([self._supervisor], [], [], 0)[0])
+        """Whether the supervisor is gone, or whoever wanted the server: the other end of a pipe is closed."""
+        ends = select.poll()
+        for descriptor in (self._supervisor, self._owner):
+            if descriptor is not None:
+                ends.register(descriptor, 0)
+        return bool(ends.poll(0))
 
     def _on_stop(self, number: int, _: FrameType | None) -> None:
         # Whoever presses Ctrl-C twice does not want to wait.
@@ -98,15 +107,12 @@ class Keeper:
                 return status
             left = None if self._stop_by is None else max(0.0, self._stop_by - time.monotonic())
             if left == 0.0:
-                say(f"the server did not stop within {self._grace_s:g} s and is killed")
-                return self._kill(server)
+                return self._kill(server, f"the server did not stop within {self._grace_s:g} s and was killed")
             ready = {descriptor for descriptor, _ in events.poll(None if left is None else 1000 * left)}
             if self._supervisor in ready:
-                say("the supervisor was killed; the server is ended")
-                return self._kill(server)
+                return self._kill(server, "the supervisor was killed; the server was ended")
             if self._owner in ready:
-                say("standard input was closed; the server is ended")
-                return self._kill(server)
+                return self._kill(server, "standard input was closed; the server was ended")
             if self._wake in ready:
                 os.read(self._wake, 4096)
 
@@ -117,7 +123,8 @@ class Keeper:
             self._server = None  # Its number may belong to somebody else from now on.
         return status
 
-    def _kill(self, server: int) -> int:
+    def _kill(self, server: int, because: str) -> int:
+        self._killed_because = because
         os.kill(server, signal.SIGKILL)
         while (status := self._collect(server)) is None:
             time.sleep(0.01)

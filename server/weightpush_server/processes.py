@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import time
@@ -12,11 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _POLL_S: Final = 0.02
 #: What unlinks the shared memory and semaphores of dead processes; it ends by itself once all of them are gone.
 _TRACKER: Final = b"multiprocessing.resource_tracker"
 _TRACKER_S: Final = 5.0
+#: Seconds that a line waits for somebody to read what was printed before.
+_SAY_S: Final = 1.0
 
 
 def adopt_orphans() -> None:
@@ -25,9 +29,36 @@ def adopt_orphans() -> None:
     Raises:
         OSError: the kernel refuses.
     """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def wake_when_parent_dies() -> None:
+    """Go on, should this process be stopped when its parent dies.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def stand_in_for_closed() -> None:
+    """Open ``/dev/null`` where standard input, output or error is closed, for this process and what it starts.
+
+    Else the next file to be opened gets that number, and whoever prints writes into it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # The lowest free number, which is this one.
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def children_of(pid: int) -> list[int]:
@@ -126,6 +157,20 @@ def end_all_children(
 
 
 def say(message: str) -> None:
-    """Print one line on standard error, even if nobody reads it any more."""
+    """Print one line on standard error, even if nobody reads it any more.
+
+    Where nobody has read what was printed before, a pipe is full: the line is dropped, as nothing may wait for it.
+    """
     with suppress(OSError, ValueError):
-        print(f"weightpush serve: {message}", file=sys.stderr, flush=True)
+        if _takes_a_line():
+            print(f"weightpush serve: {message}", file=sys.stderr, flush=True)
+
+
+def _takes_a_line() -> bool:
+    try:
+        descriptor = sys.stderr.fileno()
+    except (OSError, ValueError):
+        return True  # No file, but something that a program has put in its place.
+    room = select.poll()
+    room.register(descriptor, select.POLLOUT)
+    return bool(room.poll(1000 * _SAY_S))

@@ -28,6 +28,7 @@ from weightpush_server.processes import (
     has_in_environment,
     say,
     session_of,
+    stand_in_for_closed,
 )
 from weightpush_server.rundir import VARIABLE, RunDirectory
 from weightpush_server.tokens import TOKEN_VARIABLE, forget_environment
@@ -93,7 +94,11 @@ class Supervisor:
 
     def run(self) -> int:
         """Return the exit status of the last server, and 1 for one that ended with 0 without being asked to."""
+        stand_in_for_closed()
         adopt_orphans()
+        self._wake, wake_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # As under nohup.
                 signal.signal(number, self._on_stop)
@@ -139,6 +144,7 @@ class Supervisor:
         self._stop.set()
         if self._keeper is not None:
             os.kill(self._keeper, number)
+            os.kill(self._keeper, signal.SIGCONT)  # Should it have been stopped, nobody else would end the server.
 
     def _run_once(self, command: Sequence[str], directory: RunDirectory) -> int:
         # The keeper reads one end; the other closes when this process dies, however it does.
@@ -163,9 +169,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if self._stop.is_set():  # The signal came before there was a keeper to pass it on to.
             os.kill(pid, signal.SIGTERM)
-        # Not reaped before its number is forgotten: a late signal must not reach somebody else.
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) is not None and ended.si_pid != pid:
-            os.waitpid(ended.si_pid, 0)  # Somebody else's orphan, of whom we have become the parent.
+        self._until_ended(pid)
         self._keeper = None
         _, wait_status = os.waitpid(pid, 0)
         os.close(alive)
@@ -180,6 +184,24 @@ class Supervisor:
         if not end_all_children(patience_s=0.0, is_ours=is_ours):
             say("a process of the server cannot be killed; see `ps`")
         return exit_status(wait_status)
+
+    def _until_ended(self, keeper: int) -> None:
+        """Wait for the keeper, which is not reaped here: a late signal must not reach somebody else of its number."""
+        events = select.poll()
+        events.register(self._wake, select.POLLIN)
+        if self._owner is not None:
+            events.register(self._owner, 0)
+        while True:
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is not None:
+                if ended.si_pid == keeper:
+                    return
+                os.waitpid(ended.si_pid, 0)  # Somebody else's orphan, of whom we have become the parent.
+            for descriptor, _ in events.poll():
+                if descriptor == self._wake:
+                    os.read(self._wake, 4096)
+                else:
+                    events.unregister(descriptor)  # It stays closed.
+                    os.kill(keeper, signal.SIGCONT)  # Which sees the same, unless it was stopped.
 
 
 def _become_keeper(keeper: Keeper, directory: RunDirectory) -> NoReturn:
@@ -202,6 +224,7 @@ def command_line(arguments: Sequence[str]) -> list[str]:
 
 def launch(arguments: Sequence[str]) -> NoReturn:
     """Become the supervisor of ``weightpush serve ARGUMENTS``: this process is replaced, and never comes back."""
+    stand_in_for_closed()
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, command_line(arguments))

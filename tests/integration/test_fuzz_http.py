@@ -114,6 +114,7 @@ def test_whatever_is_sent_is_answered_as_described_and_changes_nothing(
 
     def look(case: Any, response: Any) -> None:
         seen.add((case.path, response.status_code))
+        assert response.status_code != 401, "the token did not arrive"
         case.validate_response(response, checks=CHECKS)
         assert facts(server) == before
 

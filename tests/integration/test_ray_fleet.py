@@ -244,6 +244,31 @@ def test_a_failed_launch_names_the_replica_and_leaves_nothing(
     until(lambda: ray.available_resources()["CPU"] >= free, ray.available_resources, 60)
 
 
+@pytest.mark.slow
+def test_whoever_interrupts_a_launch_and_its_end_leaves_nothing(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, and again since ending takes a while; a notebook keeps the error, and with it all handles."""
+    mark = f"WP_TEST_IMPATIENT={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+    free = ray.available_resources()["CPU"]
+    ask, asked = ServerFleet._ask, []
+
+    def interrupted(fleet: ServerFleet, method: str, *arguments: Any, **options: Any) -> list[Any]:
+        if processes_with(mark):
+            asked.append(method)
+            raise KeyboardInterrupt
+        return ask(fleet, method, *arguments, **options)
+
+    monkeypatch.setattr(ServerFleet, "_ask", interrupted)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        ServerFleet.launch(str(tmp_path / "model"), env={**server_environment(), name: value}, start_timeout_s=240)
+    assert len(asked) == 2
+    until(lambda: not processes_with(mark), lambda: processes_with(mark), 60)
+    until(lambda: ray.available_resources()["CPU"] >= free, ray.available_resources, 60)
+    del kept
+
+
 @pytest.mark.parametrize("placement", ["spread", "pack"])
 def test_a_fleet_that_does_not_fit_is_refused_in_time(cluster: None, placement: str) -> None:
     free = ray.available_resources()["CPU"]

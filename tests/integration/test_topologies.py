@@ -56,6 +56,19 @@ def test_two_api_processes_share_one_gate(checkpoints: Checkpoints, cold_b: dict
         assert {answer.json()["choices"][0]["text"] for answer in answers} == {cold_b[PROMPTS[0]][:4]}
         assert {server.status()["instance_id"] for _ in range(8)} == {server.status()["instance_id"]}
         check_what_is_seen(server, collector)
+        check_nobody_else_gets_its_port(server, tmp_path / "other")
+
+
+def check_nobody_else_gets_its_port(server: ServerProcess, folder: Path) -> None:
+    """The kernel would let another one in that shares its port among its own processes, too."""
+    folder.mkdir()
+    other = ServerProcess(server.model, ["--api-server-count", "2"], folder=folder, port=server.port).start()
+    try:
+        assert other.wait_exit() == 1
+        assert f"127.0.0.1:{server.port}: Address already in use" in other.log.read_text()
+    finally:
+        other.stop()
+    assert {server.status()["weight_version"] for _ in range(8)} == {"B3"}
 
 
 def check_what_is_seen(server: ServerProcess, collector: Collector) -> None:

@@ -5,6 +5,7 @@ Only their NCCL communicator is replaced, on both sides, by one over Gloo (``sup
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -178,7 +179,7 @@ def test_a_round_of_many_calls_ends_with_its_version(
 def test_our_client_and_our_source_in_vllms_engine(
     server: ServerProcess, checkpoints: Checkpoints, known: dict[str, Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("NETRC")
+    monkeypatch.setenv("NETRC", os.devnull)
     with VllmSyncClient(server.url, token=TOKEN) as client:
         assert isinstance(client, VLLMWeightSyncClient)
         assert client.world_size == 2
@@ -507,7 +508,7 @@ def test_every_route_has_a_rule(server: ServerProcess, checkpoints: Checkpoints)
 def test_whatever_is_sent_is_answered_as_described(
     server: ServerProcess, known: dict[str, Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("NETRC")
+    monkeypatch.setenv("NETRC", os.devnull)
     # Joining a group that is nowhere takes as long as waiting for one: see test_vllm_messages.
     left_out = {"/init_weight_transfer_engine"}
 

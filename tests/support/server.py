@@ -59,9 +59,10 @@ class ServerProcess:
         executor: str | None = "uni",
         ca_file: Path | None = None,
         prefix: Sequence[str] = (),
+        port: int | None = None,
     ) -> None:
         self.model = model
-        self.port = free_port()
+        self.port = free_port() if port is None else port
         self.token = token
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if ca_file else 'http'}://{shown}:{self.port}"

@@ -208,6 +208,21 @@ def test_a_rollback_whose_answer_is_lost_is_not_repeated_as_another(make_server:
     assert [request.update_id for request in server.rollbacks] == [server.rollbacks[0].update_id] * 2
 
 
+def test_what_servers_went_back_to_can_be_read_at_a_prompt(make_server: MakeServer) -> None:
+    servers = make_server(), make_server()
+    with pusher_for(*servers) as pusher:
+        for number in range(2):
+            pusher.push(make_weights(), weight_version=f"v{number}")
+        answers = pusher.rollback()
+    lines = repr(answers).splitlines()
+    assert [line.partition(" in ")[0] for line in lines] == [
+        f"{server.url} serves v0: {answer.tensors} tensors, {answer.bytes / 1e6:.1f} MB"
+        for server, answer in zip(servers, answers, strict=True)
+    ]
+    again = pickle.loads(pickle.dumps(answers))
+    assert (again, repr(again)) == (answers, repr(answers))
+
+
 @pytest.mark.parametrize("transport", ["http", "gloo", "shm"])
 def test_two_servers_take_one_update(transport: str, make_server: MakeServer, workers: list[ReceiverProcess]) -> None:
     servers = make_server(workers=workers[:1]), make_server(workers=workers[1:])
@@ -765,7 +780,10 @@ def test_one_push_at_a_time(make_server: MakeServer) -> None:
     ("options", "message"),
     [
         ({"transport": "carrier pigeon"}, "transport 'carrier pigeon' is none of auto, shm, gloo, nccl, http"),
-        ({"mode": "sideways"}, "'sideways' is not a valid UpdateMode"),
+        ({"mode": "stagged"}, "mode 'stagged' is none of direct, staged"),
+        ({"in_flight": "maybe"}, "in_flight 'maybe' is none of wait, abort, keep"),
+        ({"digest": "md5"}, "digest 'md5' is none of wp64, none"),
+        ({"on_server_failure": "cry"}, "on_server_failure 'cry' is none of abort, exclude"),
         ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
         ({"verify": "/no/such/file"}, "there is no CA file /no/such/file"),
         ({"client_cert": ("/no/such/file", "/nor/this")}, "there is no client certificate /no/such/file"),

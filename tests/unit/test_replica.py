@@ -34,6 +34,8 @@ if (folder / "port-taken").exists() and number == 0:
     sys.exit("OSError: [Errno 98] Address already in use")
 if (folder / "broken").exists():
     sys.exit("no such model")
+while (folder / "loading").exists():
+    time.sleep(0.05)
 if (folder / "stubborn").exists():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if (folder / "with-engine").exists():  # It keeps the log open for a while after the first process.
@@ -200,13 +202,26 @@ def test_a_replica_that_was_there_before_awaits_weights_at_once(make: Made) -> N
     assert make.words(1)[-1] == "--await-weights"
 
 
+def test_a_server_that_does_not_come_up_says_what_it_does(make: Made) -> None:
+    """Whoever waits for it in vain wants to know why."""
+    (make.folder / "loading").touch()
+    replica = make()
+    until(lambda: replica.status().log, "no log")
+    assert (replica.status().state, replica.status().log) == (ReplicaState.STARTING, "server 0 starts")
+    (make.folder / "loading").unlink()
+    assert wait_for(replica, ReplicaState.UP).log == ""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_stop_leaves_nothing(make: Made, stubborn: bool) -> None:
+def test_stop_leaves_nothing(make: Made, stubborn: bool, stopped: bool) -> None:
     if stubborn:
         (make.folder / "stubborn").touch()
     replica = make()
     pid = wait_for(replica, ReplicaState.UP).pid
     assert pid is not None
+    if stopped:
+        os.kill(pid, signal.SIGSTOP)
     assert replica.stop(0.2 if stubborn else 60)
     assert gone(pid)
     assert replica.status().state is ReplicaState.STOPPED

@@ -109,13 +109,16 @@ class Supervised:
         self.script.write_text(SERVER)
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self, *words: str, grace_s: float = 30, before: str = "") -> Supervised:
-        """Start it without waiting, from a shell that runs ``before`` and then becomes the supervisor."""
+    def start(self, *words: str, grace_s: float = 30, before: str = "", log: int = subprocess.PIPE) -> Supervised:
+        """Start it without waiting, from a shell that runs ``before`` and then becomes the supervisor.
+
+        ``log``: where its standard error goes.
+        """
         command = [sys.executable, "-c", SUPERVISOR, str(self.script), str(self.folder), str(grace_s), *words]
         if before:
             command = ["sh", "-c", f'{before}; exec "$@"', "sh", *command]
         stdin = subprocess.PIPE if supervisor.END_OPTION in words else subprocess.DEVNULL
-        self.process = subprocess.Popen(command, stdin=stdin, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        self.process = subprocess.Popen(command, stdin=stdin, stderr=log, text=True, start_new_session=True)
         return self
 
     def hang_up(self) -> None:
@@ -157,10 +160,14 @@ class Supervised:
         # What multiprocessing says about the memory of dead processes goes there, too.
         return self.process.returncode, "\n".join(line for line in said.splitlines() if line.startswith("weightpush"))
 
-    def nothing_left(self, pids: dict[str, int], number: int = 0) -> None:
-        """All processes end, and with them the run directory and the shared memory."""
+    def processes_gone(self, pids: dict[str, int], number: int = 0) -> None:
+        """All processes end, and with them the run directory."""
         until(lambda: not any(map(alive, pids.values())), f"left: {[name for name, pid in pids.items() if alive(pid)]}")
         until(lambda: not self.run_directory(number).exists(), "the run directory is left")
+
+    def nothing_left(self, pids: dict[str, int], number: int = 0) -> None:
+        """All processes end, and with them the run directory and the shared memory."""
+        self.processes_gone(pids, number)
         memory = Path("/dev/shm", self.note(f"memory-{number}"))
         until(lambda: not memory.exists(), "shared memory is left")
 
@@ -213,6 +220,64 @@ def test_supervisor_and_server_killed_together(supervised: Supervised) -> None:
     supervised.nothing_left(pids)
 
 
+@pytest.mark.parametrize("end", ["signal", "owner", "death"])
+def test_a_keeper_that_was_stopped_ends_its_server(supervised: Supervised, end: str) -> None:
+    pids = supervised.start(*([supervisor.END_OPTION] if end == "owner" else [])).pids()
+    os.kill(pids["keeper"], signal.SIGSTOP)
+    if end == "signal":
+        os.kill(pids["supervisor"], signal.SIGTERM)
+    elif end == "owner":
+        supervised.hang_up()
+    else:
+        os.kill(pids["supervisor"], signal.SIGKILL)
+    status, _ = supervised.wait()
+    assert status == {"signal": 5, "owner": 128 + signal.SIGKILL, "death": -signal.SIGKILL}[end]
+    supervised.nothing_left(pids)
+
+
+def test_a_supervisor_that_was_stopped_leaves_nothing_but_itself(supervised: Supervised) -> None:
+    pids = supervised.start(supervisor.END_OPTION).pids()
+    os.kill(pids["supervisor"], signal.SIGSTOP)
+    supervised.hang_up()
+    supervised.nothing_left({name: pid for name, pid in pids.items() if name != "supervisor"})
+    os.kill(pids["supervisor"], signal.SIGCONT)
+    assert supervised.wait()[0] == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("end", ["owner", "supervisor", "server", "patience"])
+def test_nobody_waits_for_a_log_that_is_not_read(supervised: Supervised, end: str) -> None:
+    """A program that starts servers may hang itself, or be stopped: then the pipe of its server's log fills up."""
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    try:
+        os.set_blocking(writer, False)
+        for size in (4096, 1):
+            with suppress(BlockingIOError):
+                while True:
+                    os.write(writer, b"x" * size)
+        os.set_blocking(writer, True)
+        pids = supervised.start(supervisor.END_OPTION, "--stubborn", grace_s=1, log=writer).pids()
+        if end == "owner":
+            supervised.hang_up()
+        else:
+            victim, number = ("supervisor", signal.SIGTERM) if end == "patience" else (end, signal.SIGKILL)
+            os.kill(pids[victim], number)
+        # What Python itself says about shared memory does wait, so that stays.
+        supervised.processes_gone(pids)
+    finally:
+        os.close(writer)
+        os.close(reader)
+
+
+def test_standard_files_that_are_closed_are_stood_in_for(supervised: Supervised) -> None:
+    """The first files that it opens would get their numbers, and what is printed would be written into them."""
+    pids = supervised.start(before="exec <&- >&- 2>&-").pids()
+    for pid in (pids["supervisor"], pids["keeper"], pids["server"]):
+        assert {os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)} == {os.devnull}
+    os.kill(pids["supervisor"], signal.SIGTERM)
+    assert supervised.wait()[0] == 5
+    supervised.nothing_left(pids)
+
+
 def test_a_server_that_ends_by_itself_with_zero_has_failed(supervised: Supervised) -> None:
     """As vLLM does when its engine dies."""
     pids = supervised.start("--fail-with-engine").pids()
@@ -254,7 +319,7 @@ def test_a_server_that_does_not_stop_is_killed(supervised: Supervised) -> None:
     os.kill(pids["supervisor"], signal.SIGTERM)
     status, said = supervised.wait()
     assert status == 128 + signal.SIGKILL
-    assert "did not stop within 1 s and is killed" in said
+    assert "did not stop within 1 s and was killed" in said
     assert supervised.note("signal-0") == "SIGTERM"
     supervised.nothing_left(pids)
 
@@ -300,7 +365,7 @@ def test_it_ends_with_whoever_holds_its_standard_input(supervised: Supervised) -
     supervised.hang_up()
     status, said = supervised.wait()
     assert status == 128 + signal.SIGKILL
-    assert said == "weightpush serve: standard input was closed; the server is ended"
+    assert said == "weightpush serve: standard input was closed; the server was ended"
     supervised.nothing_left(pids)
     assert not (supervised.folder / "server-1").exists()
 

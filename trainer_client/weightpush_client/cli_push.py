@@ -154,13 +154,8 @@ def _load(pusher: WeightPusher, directory: Path, version: str, mode: UpdateMode,
     # The servers know nothing of where we are.
     path = os.path.abspath(directory)
     answers = pusher.push_from_disk(path, weight_version=version, mode=mode, weights=path if check else None)
-    for url, answer in zip(pusher.urls, answers, strict=True):
-        if not quiet:
-            stdout().print(
-                f"{url} loaded {answer.weight_version} from {path}: {answer.tensors} tensors, "
-                f"{answer.bytes / 1e6:.1f} MB in {answer.seconds:.2f} s, not serving for {answer.pause_seconds:.2f} s, "
-                f"fingerprint {answer.fingerprint}"
-            )
+    if not quiet:
+        stdout().print(f"loaded from {path}\n{answers}")
 
 
 @contextmanager

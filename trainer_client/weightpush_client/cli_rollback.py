@@ -47,8 +47,4 @@ def rollback(
             client_cert=client_cert,
         )
         with pusher:
-            for server, answer in zip(pusher.urls, pusher.rollback(), strict=True):
-                stdout().print(
-                    f"{server} serves {answer.weight_version} again: {answer.bytes / 1e6:.1f} MB, not serving for "
-                    f"{answer.pause_seconds:.2f} s, fingerprint {answer.fingerprint}"
-                )
+            stdout().print(str(pusher.rollback()))

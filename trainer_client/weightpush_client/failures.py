@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from weightpush_client.report import PushError
 from weightpush_protocol.errors import ErrorCode, WeightPushError
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+def choice(kind: type[_Choice], argument: str, value: str) -> _Choice:
+    """Return the member of ``kind`` that ``value`` is or names.
+
+    Raises:
+        ValueError: there is none; it names the argument and lists all.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(f"{argument} {value!r} is none of {', '.join(kind)}") from None
 
 
 @contextmanager

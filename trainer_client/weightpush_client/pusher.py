@@ -18,7 +18,7 @@ from weightpush_client.align import agreed_manifest, align
 from weightpush_client.background import PushHandle, Stop, copied
 from weightpush_client.catch_up import LastPush
 from weightpush_client.digests import digests_of
-from weightpush_client.failures import arguments_checked, as_push_error
+from weightpush_client.failures import arguments_checked, as_push_error, choice
 from weightpush_client.fleet import Call
 from weightpush_client.lockstep import Lockstep
 from weightpush_client.loop import CallScope
@@ -27,7 +27,7 @@ from weightpush_client.names import Names, RenamedSource
 from weightpush_client.policy import OnServerFailure
 from weightpush_client.preparation import Preparation
 from weightpush_client.pushing import Push, PushSettings, Wish
-from weightpush_client.report import ProgressCallback, PushError, PushReport
+from weightpush_client.report import ProgressCallback, PushError, PushReport, ServedAnswers
 from weightpush_client.sources import Weights, WeightSource, open_source
 from weightpush_client.stream import Buffers
 from weightpush_client.transport import TRANSPORTS
@@ -135,15 +135,15 @@ class WeightPusher:
                 raise ValueError(f"data_host {data_host!r} is no address that a server can connect to: name one")
             self._settings = PushSettings(
                 transport=transport,
-                mode=UpdateMode(mode),
-                in_flight=InFlight(in_flight),
+                mode=choice(UpdateMode, "mode", mode),
+                in_flight=choice(InFlight, "in_flight", in_flight),
                 deadlines=deadlines or Deadlines(),
                 bucket_bytes=bucket_bytes,
-                digest=DigestKind(digest),
+                digest=choice(DigestKind, "digest", digest),
                 device=None if device is None else torch.device(device),
                 data_host=data_host,
                 names=names,
-                policy=OnServerFailure(on_server_failure),
+                policy=choice(OnServerFailure, "on_server_failure", on_server_failure),
             )
             self._partial = partial
             self._lockstep = None if process_group is None else Lockstep(process_group, self._settings.deadlines)
@@ -198,7 +198,7 @@ class WeightPusher:
         with self._membership.present() as fleet:
             return fleet.call(lambda _, server: server.status())
 
-    def rollback(self) -> list[FinishAnswer]:
+    def rollback(self) -> ServedAnswers:
         """Let every server go back to the weights that it keeps a copy of, and return what each then serves.
 
         A failed server goes back to the version that it committed last, a serving one to the version before that.
@@ -224,7 +224,7 @@ class WeightPusher:
         weight_version: str,
         weights: Weights | None = None,
         mode: UpdateMode | str = UpdateMode.STAGED,
-    ) -> list[FinishAnswer]:
+    ) -> ServedAnswers:
         """Let every server load the safetensors checkpoint in ``path`` by itself, and return what each then serves.
 
         ``path`` is absolute and as the servers see it, below a ``--reload-root`` of each; nothing of it is read here.
@@ -244,7 +244,7 @@ class WeightPusher:
                 request = DiskReloadRequest(
                     path=os.fspath(path),
                     weight_version=weight_version,
-                    mode=UpdateMode(mode),
+                    mode=choice(UpdateMode, "mode", mode),
                     in_flight=self._settings.in_flight,
                     deadlines=self._settings.deadlines,
                     digests=digests,
@@ -260,7 +260,7 @@ class WeightPusher:
             expected = agreed_manifest(list(zip(fleet.urls, manifests, strict=True)))
         return digests_of(source, align(source, expected))
 
-    def _by_themselves(self, call: Callable[[str], Call[FinishAnswer]]) -> list[FinishAnswer]:
+    def _by_themselves(self, call: Callable[[str], Call[FinishAnswer]]) -> ServedAnswers:
         """Ask all servers for an update that needs no weights of ours."""
         update_id = uuid.uuid4().hex
         ask = call(update_id)
@@ -273,7 +273,7 @@ class WeightPusher:
             answers = [result for result in results if isinstance(result, FinishAnswer)]
             if len(answers) < len(results):
                 raise not_committed(fleet, update_id, results, CallScope())
-        return answers
+            return ServedAnswers(fleet.urls, answers)
 
     def push(
         self,

@@ -223,13 +223,15 @@ class ServerFleet:
         """End all servers, after ``grace_s`` seconds by force, and give their resources back. May be called again."""
         ray = _ray()
         if ray.is_initialized():
-            # Those that do not answer, or were never placed, are not waited for: a server ends with its actor.
-            known = [status.index for status in self._statuses() if status.state is not ReplicaState.UNREACHABLE]
-            self._ask("stop", grace_s, timeout_s=grace_s + _KILL_S, only=known)
-            for actor in self._replicas:
-                ray.kill(actor)
-            if self._placement is not None:
-                ray.util.remove_placement_group(self._placement)
+            try:
+                # Those that do not answer, or were never placed, are not waited for: a server ends with its actor.
+                known = [status.index for status in self._statuses() if status.state is not ReplicaState.UNREACHABLE]
+                self._ask("stop", grace_s, timeout_s=grace_s + _KILL_S, only=known)
+            finally:  # Also for whoever presses Ctrl-C a second time.
+                for actor in self._replicas:
+                    ray.kill(actor)
+                if self._placement is not None:
+                    ray.util.remove_placement_group(self._placement)
         self._replicas, self._placement = [], None
 
     def _present(self) -> list[str]:

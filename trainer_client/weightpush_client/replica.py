@@ -52,7 +52,7 @@ class ReplicaStatus:
         restarts: how often the server was started again since the actor was started.
         actor_restarted: the actor itself was started anew by Ray.
         reason: why the last server ended, or why nothing is known.
-        log: the end of the log of the server that ended last.
+        log: the end of the log of the server that starts, else of the one that ended last.
         accelerators: what Ray assigned, as ``CUDA_VISIBLE_DEVICES`` says it; None where it says nothing.
         server: the server's own status, where it was asked for and answers.
     """
@@ -167,7 +167,7 @@ class Replica:
             restarts=restarts,
             actor_restarted=self._restarted,
             reason=reason,
-            log=log,
+            log=child.tail() if child is not None and state is ReplicaState.STARTING else log,
             accelerators=os.environ.get("CUDA_VISIBLE_DEVICES"),
             server=self._ask(url) if ask_server and url and state is ReplicaState.UP else None,
         )

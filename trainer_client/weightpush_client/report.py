@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from weightpush_protocol.errors import ErrorBody, ErrorCode, WeightPushError
-from weightpush_protocol.messages import UpdateMode
+from weightpush_protocol.messages import FinishAnswer, UpdateMode
 from weightpush_protocol.state import ServerState
 
 
@@ -183,3 +183,20 @@ class PushReport:
         names = ("check", "begin", "gather", "digest", "send", "wait", "prepare", "finish")
         lines.append("  seconds: " + ", ".join(f"{name} {getattr(self.phases, name):.2f}" for name in names))
         return "\n".join(lines)
+
+
+class ServedAnswers(list[FinishAnswer]):
+    """What each server of ``urls`` serves after an update that it made by itself; a line for each, also at a prompt."""
+
+    def __init__(self, urls: Iterable[str], answers: Iterable[FinishAnswer]) -> None:
+        super().__init__(answers)
+        self.urls = tuple(urls)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{url} serves {answer.weight_version}: {answer.tensors} tensors, {answer.bytes / 1e6:.1f} MB in "
+            f"{answer.seconds:.2f} s, not serving for {answer.pause_seconds:.2f} s, fingerprint {answer.fingerprint}"
+            for url, answer in zip(self.urls, self, strict=True)
+        )
+
+    __repr__ = __str__

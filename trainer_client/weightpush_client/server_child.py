@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import threading
 from collections import deque
@@ -71,9 +72,11 @@ class ServerChild:
     def stop(self, grace_s: float) -> bool:
         """End the server in good order, after ``grace_s`` seconds by force; return whether all of it is gone."""
         self._process.terminate()
+        self._process.send_signal(signal.SIGCONT)  # Should it have been stopped.
         if not self._gone.wait(grace_s):
             self._hang_up()
-        return self._gone.wait(_GONE_S)
+            self._process.kill()
+        return self._gone.wait(_GONE_S) and not self._reader.is_alive()
 
     def tail(self, lines: int = 60) -> str:
         """Return the end of what it printed."""
