@@ -77,7 +77,7 @@ class WorkerUpdate:
         source, ready = self.source, {"epoch": self.epoch, "source_ready": True}
         assert source is not None
         for piece in source.stored.layout.pieces:
-            plan.batch(piece, piece.table.entries)
+            plan.batches(piece, piece.table.entries)
 
         def prefault() -> None:
             try:

@@ -114,6 +114,32 @@ def test_modules_close_as_their_weights_land_and_end_as_at_a_cold_start(
         assert snapshot(live).differing(cold) == []
 
 
+@pytest.mark.case("C31", "C40")
+@pytest.mark.parametrize("part", [1, 3000])
+def test_modules_close_between_the_parts_of_a_large_bucket(
+    part: int, live: Engine, b: Tensors, cold: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the scratch storage of all modules of a bucket would be there at the same time."""
+    monkeypatch.setattr("weightpush_server.reload.batch._MOST_BYTES", part)
+    session = begin(live, plan_of(live, b))
+    landed: list[int] = []
+    close, count = session.closer._close, len(b)
+
+    def note(unit: Any) -> None:
+        landed.append(len(session.landed))
+        assert scratch(live, session, processed(live)) <= 4
+        close(unit)
+
+    monkeypatch.setattr(session.closer, "_close", note)
+    land(session, b)
+    assert closed(session) == processed(live)
+    assert landed == sorted(landed)
+    assert len(set(landed)) > 1
+    assert landed[0] < count / 2
+    finish_reload(session)
+    assert snapshot(live).differing(cold) == []
+
+
 @pytest.fixture(scope="module")
 def cold(root: Path) -> Snapshot:
     with engine(checkpoint("qwen3_moe", 2, root)) as started:

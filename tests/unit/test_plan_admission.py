@@ -188,7 +188,7 @@ def test_a_manifest_that_was_admitted_is_neither_planned_nor_compared_again(
         calls.append(name)
         return real(*args, **options)
 
-    counting = ((plan, "make_plan"), (plan, "make_batch"), (admission, "compare_manifest"), (landing, "_ways"))
+    counting = ((plan, "make_plan"), (plan, "make_batches"), (admission, "compare_manifest"), (landing, "_ways"))
     for module, name in counting:
         monkeypatch.setattr(module, name, partial(counted, name, getattr(module, name)))
 
@@ -196,11 +196,11 @@ def test_a_manifest_that_was_admitted_is_neither_planned_nor_compared_again(
         admitted = planner.admit(specs)
         landing.foresee_ways(live.layout, admitted, specs)
         for number, bucket in enumerate(manifest.buckets):
-            admitted.batch(bucket, manifest.table(number).entries)
+            admitted.batches(bucket, manifest.table(number).entries)
 
     begin(manifest.tensors)
     known.keep(manifest, 1000)
-    assert sorted(set(calls)) == ["_ways", "compare_manifest", "make_batch", "make_plan"]
+    assert sorted(set(calls)) == ["_ways", "compare_manifest", "make_batches", "make_plan"]
     calls.clear()
     for _ in range(2):
         begin(known.find(manifest.digest()).tensors)

@@ -18,6 +18,12 @@ from weightpush_protocol.messages import ManifestAnswer
 _CHECKPOINTS: Final = 4
 
 
+#: Weights are cut into so many buckets at least, if these have a certain size: what is in one can only be landed while
+#: the next is on its way.
+_BUCKETS: Final = 16
+_LEAST_BYTES: Final = 16 * 2**20
+
+
 class Preparation:
     """Belongs to one pusher, one push at a time. Holds no tensor.
 
@@ -72,9 +78,9 @@ class Preparation:
     def manifest(self, outgoing: Sequence[Outgoing], bucket_bytes: int) -> Manifest:
         """Return the manifest of ``outgoing`` in buckets of at most so many bytes."""
         if self._about is None or outgoing is not self._outgoing:
-            return build_manifest((item.sent for item in outgoing), bucket_bytes)
+            return _manifest(outgoing, bucket_bytes)
         if bucket_bytes not in self._manifests:
-            self._manifests = {bucket_bytes: build_manifest((item.sent for item in outgoing), bucket_bytes)}
+            self._manifests = {bucket_bytes: _manifest(outgoing, bucket_bytes)}
         return self._manifests[bucket_bytes]
 
     def _still_tied(self, source: ResidentSource) -> bool:
@@ -93,3 +99,9 @@ def _twins(source: ResidentSource, outgoing: Sequence[Outgoing]) -> list[tuple[s
     names = {source.identity(name): name for name in sent}
     pairs = [(name, names.get(source.identity(name))) for name in left_out]
     return [(name, twin) for name, twin in pairs if twin is not None] if all(twin for _, twin in pairs) else None
+
+
+def _manifest(outgoing: Sequence[Outgoing], bucket_bytes: int) -> Manifest:
+    specs = [item.sent for item in outgoing]
+    fair = max(_LEAST_BYTES, sum(spec.nbytes for spec in specs) // _BUCKETS)
+    return build_manifest(specs, min(bucket_bytes, fair))

@@ -80,8 +80,8 @@ class WeightPusher:
             weights serve, and pauses for the rest only. It takes a copy of the weights on each server.
         in_flight: what becomes of running requests: ``wait``, ``abort`` or ``keep``.
         deadlines: how long each wait may last, in seconds.
-        bucket_bytes: tensors travel in buckets of at most this size, over shm of at most 8 MiB. Two of them are held
-            in memory, until `close`.
+        bucket_bytes: tensors travel in buckets of at most this size, over shm of at most 8 MiB; of a sixteenth of the
+            weights where that is less, but no less than 16 MiB. Two are held in memory, until `close`.
         digest: ``wp64`` has every tensor checked on arrival, ``none`` does not.
         partial: pushes may leave out tensors, which then stay as they are. A server refuses where it cannot keep them
             exactly: start it with ``--storage-policy retain`` to leave out any. Otherwise pushes must be complete.

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -14,6 +14,10 @@ from weightpush_protocol.even_runs import Offsets, even_runs
 from weightpush_protocol.manifest import TensorSpec
 from weightpush_server.reload.coverage import ByteRanges, strided_ranges
 from weightpush_server.reload.program import Kind, Program, View
+
+#: Bytes that land before the modules that they complete are processed: the scratch storage of all these is taken at
+#: the same time.
+_MOST_BYTES: Final = 16 * 2**20
 
 #: Tensors of a bucket, each with its byte offset in it.
 Entries = Sequence[tuple[TensorSpec, int]]
@@ -38,7 +42,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """How a bucket lands.
+    """How a bucket, or a part of a large one, lands.
 
     Attributes:
         names: the tensors that ``moves`` bring, wholly; no two moves write the same byte.
@@ -51,6 +55,21 @@ class Batch:
     nbytes: int
     moves: tuple[Move, ...]
     rest: tuple[tuple[TensorSpec, int], ...]
+
+
+def make_batches(
+    programs: Mapping[str, Program], expected: Mapping[str, TensorSpec], entries: Entries
+) -> tuple[Batch, ...]:
+    """Work out how ``entries`` land by ``programs``, some MiB after the other; see :func:`make_batch`."""
+    runs: list[list[tuple[TensorSpec, int]]] = [[]]
+    nbytes = 0
+    for spec, offset in entries:
+        if nbytes and nbytes + spec.nbytes > _MOST_BYTES:
+            runs.append([])
+            nbytes = 0
+        runs[-1].append((spec, offset))
+        nbytes += spec.nbytes
+    return tuple(make_batch(programs, expected, run) for run in runs)
 
 
 def make_batch(programs: Mapping[str, Program], expected: Mapping[str, TensorSpec], entries: Entries) -> Batch:

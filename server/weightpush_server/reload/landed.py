@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Final
 
-#: So many buckets are remembered at most: with 256 MiB each a terabyte.
-_KEPT: Final = 4096
+#: So many sets are remembered at most: with 16 MiB each a terabyte.
+_KEPT: Final = 65536
 
 
 class Apart:

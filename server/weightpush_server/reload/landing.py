@@ -152,22 +152,22 @@ class ReloadSession:
 
         ``buffer`` holds the bucket's bytes (uint8), laid out as ``entries`` say. ``bucket`` stands for that layout: an
         object that is the same whenever the layout is. ``check_wanted`` raises when nobody wants the rest any more; it
-        is called before every copy. ``let_go`` is called when the last copy was made, and before the modules that the
-        bucket completes are processed.
+        is called before every copy. ``let_go`` is called when the last copy was made, and before the modules that it
+        completes are processed.
 
         Raises:
             WeightPushError: see :meth:`land`; what ``check_wanted`` raises.
         """
         self._check_current()
-        batch: Batch | None = None
+        batches: tuple[Batch, ...] = (Batch(frozenset(), 0, (), tuple(entries)),)
         if self.plan is not None and buffer.device.type == self.device.type:
-            batch = self.plan.batch(bucket, entries)
+            batches = self.plan.batches(bucket, entries)
+        for batch in batches:
             self._move(batch, buffer, check_wanted)
-        rest = batch.rest if batch is not None else entries
-        tensors = ((spec.name, view_tensor(buffer, offset, spec)) for spec, offset in _wanted(rest, check_wanted))
-        self.land(tensors, read_only=read_only)
-        let_go()
-        if batch is not None:
+            rest = _wanted(batch.rest, check_wanted)
+            self.land(((spec.name, view_tensor(buffer, offset, spec)) for spec, offset in rest), read_only=read_only)
+            if batch is batches[-1]:
+                let_go()
             with self._failing("processing"), loading_context(self.vllm_config, self.device):
                 self.closer.landed(batch.names)
 

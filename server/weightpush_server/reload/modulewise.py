@@ -33,6 +33,8 @@ from weightpush_server.reload.plan import KEPT_BATCHES, Plan
 #: Methods whose processing looks at nothing but the module that it is given, in vLLM 0.32 and 0.33. Exactly these
 #: classes: a subclass may do anything.
 _LOCAL: Final = frozenset({UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod})
+#: Batches for which is known what they bring; a bucket may have several.
+_KEPT_ANSWERS: Final = 16 * KEPT_BATCHES
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Units:
         counts = Counter(index for name in names for index in self._of_name.get(name, ()))
         answer = tuple(sorted(counts.items()))
         if isinstance(names, frozenset):
-            while len(self._brought) >= KEPT_BATCHES:
+            while len(self._brought) >= _KEPT_ANSWERS:
                 self._brought.pop(next(iter(self._brought)))
             self._brought[id(names)] = names, answer
         return answer

@@ -22,7 +22,7 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from weightpush_protocol.manifest import NAMED_OFFENDERS, TensorSpec
-from weightpush_server.reload.batch import Batch, Entries, make_batch
+from weightpush_server.reload.batch import Batch, Entries, make_batches
 from weightpush_server.reload.contexts import loading_context
 from weightpush_server.reload.coverage import ByteRanges, strided_ranges
 from weightpush_server.reload.fingerprint import tensor_objects
@@ -80,16 +80,16 @@ class Plan:
     _copies_all: dict[int, tuple[ByteRanges, bool]] = field(default_factory=dict, compare=False)
     #: Names of the batches that landed last.
     apart: Apart = field(default_factory=Apart, compare=False)
-    #: Batches of :meth:`batch`, by bucket, which are kept with them.
-    _batches: dict[int, tuple[object, Batch]] = field(default_factory=dict, compare=False)
+    #: Answers of :meth:`batches`, with the buckets.
+    _batches: dict[int, tuple[object, tuple[Batch, ...]]] = field(default_factory=dict, compare=False)
 
-    def batch(self, bucket: object, entries: Entries) -> Batch:
+    def batches(self, bucket: object, entries: Entries) -> tuple[Batch, ...]:
         """Return how ``bucket``, which holds ``entries``, lands; worked out once for each such object."""
         known = self._batches.get(id(bucket))
         if known is None:
             while len(self._batches) >= KEPT_BATCHES:
                 self._batches.pop(next(iter(self._batches)))
-            known = self._batches[id(bucket)] = bucket, make_batch(self.programs, self.specs, entries)
+            known = self._batches[id(bucket)] = bucket, make_batches(self.programs, self.specs, entries)
         return known[1]
 
     def remembered(self, specs: Sequence[TensorSpec], key: object, work_out: Callable[[], str]) -> str:
