@@ -111,7 +111,8 @@ def test_from_the_command_line_and_from_python(disk: DiskServer, cold_start_b: C
     arguments = ["push", str(disk.root / "b"), "--url", disk.server.url, "--version", "B", "--from-disk"]
     done = CliRunner().invoke(app, [*arguments, "--token", TOKEN])
     assert done.exit_code == 0, done.output
-    assert f"loaded B from {disk.root / 'b'}: 25 tensors" in done.output
+    assert f"loaded from {disk.root / 'b'}" in done.output
+    assert f"{disk.server.url} serves B: 25 tensors" in done.output
     serves(disk.server, cold_start_b)
     with WeightPusher(disk.server.url, token=TOKEN) as pusher:
         (answer,) = pusher.push_from_disk(disk.root / "a", weight_version="A")
