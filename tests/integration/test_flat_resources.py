@@ -17,8 +17,8 @@ from weightpush_protocol.messages import Deadlines
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 QUICK = Deadlines(rendezvous_s=10, lease_s=1)
-PUSHES = 100 if LONG else 40
-BEGINS = 200 if LONG else 60
+PUSHES = 100 if LONG else 30
+BEGINS = 200 if LONG else 40
 
 
 @pytest.mark.case("C75")

@@ -115,12 +115,11 @@ def test_modules_close_as_their_weights_land_and_end_as_at_a_cold_start(
 
 
 @pytest.mark.case("C31", "C40")
-@pytest.mark.parametrize("part", [1, 3000])
 def test_modules_close_between_the_parts_of_a_large_bucket(
-    part: int, live: Engine, b: Tensors, cold: Snapshot, monkeypatch: pytest.MonkeyPatch
+    live: Engine, b: Tensors, cold: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the scratch storage of all modules of a bucket would be there at the same time."""
-    monkeypatch.setattr("weightpush_server.reload.batch._MOST_BYTES", part)
+    monkeypatch.setattr("weightpush_server.reload.batch._MOST_BYTES", 3000)
     session = begin(live, plan_of(live, b))
     landed: list[int] = []
     close, count = session.closer._close, len(b)
