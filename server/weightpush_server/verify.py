@@ -94,7 +94,7 @@ class ServedModel:
         kept = {name: digest for name, digest in self._landed.digests.items() if name not in new}
         self._landed = _Landed(tuple({**self._landed.specs, **new}.values()), {**kept, **digests})
 
-    def check_kept(self, prints: Mapping[str, TensorPrint], modules: Collection[str]) -> None:
+    def check_untouched(self, prints: Mapping[str, TensorPrint], modules: Collection[str]) -> None:
         """Check that ``modules``, which a partial update has left alone, hold what was committed before it.
 
         Raises:

@@ -248,7 +248,7 @@ class WeightPushWorkerExtension:
         # Until the commit, what lies in memory is no version at all: nothing of it may be kept by a partial push.
         state.needs_all = True
         if state.served is not None:
-            state.served.check_kept(proof.prints, [unit.path for unit in update.opened.kept])
+            state.served.check_untouched(proof.prints, [unit.path for unit in update.opened.untouched])
         update.proof = proof
         return {
             "fingerprint": proof.fingerprint,

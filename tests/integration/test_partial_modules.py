@@ -236,18 +236,18 @@ def test_what_was_written_into_a_module_that_is_left_alone_is_found_before_the_c
         live.model, vllm_config=live.vllm_config, device=torch.device("cpu"), partial=True, plan=plan
     )
     session.land(part(b, GATE))
-    kept = [unit.path for unit in session.kept]
+    kept = [unit.path for unit in session.untouched]
     proof = finish_reload(session)
-    served.check_kept(proof.prints, kept)
+    served.check_untouched(proof.prints, kept)
     with torch.no_grad():
         experts.w13_weight.view(torch.uint8).view(-1)[0] ^= 1
     admit(live, part(b, GATE))  # The objects are the same; only their contents tell.
     proof = push(live, part(b, GATE), partial=True)
     with pytest.raises(WeightPushError, match="left it alone") as caught:
-        served.check_kept(proof.prints, kept)
+        served.check_untouched(proof.prints, kept)
     assert caught.value.code is ErrorCode.PROOF_FAILED
     assert caught.value.details["tensor"].startswith("model.layers.0.mlp.experts")
-    served.check_kept(proof.prints, [path for path in kept if "experts" not in path])
+    served.check_untouched(proof.prints, [path for path in kept if "experts" not in path])
     push(live, sorted(b.items()))
 
 

@@ -106,8 +106,8 @@ class Planner:
         if partial:
             written = {id(group): bytes_ for group, bytes_ in zip(self._layout.groups, plan.written, strict=True)}
             units = plan_units(self._layout, plan, self._vllm_config)
-            kept = groups_of(left_alone(self._layout, units))
-            check_partial(self._layout, lambda group: written[id(group)], kept)
+            untouched = groups_of(left_alone(self._layout, units))
+            check_partial(self._layout, lambda group: written[id(group)], untouched)
         return plan
 
     def _by_name(self, specs: Sequence[TensorSpec], *, partial: bool) -> list[ManifestProblem]:

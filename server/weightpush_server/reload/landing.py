@@ -54,7 +54,7 @@ class ReloadSession:
         partial: bool = False,
         plan: Plan | None = None,
         units: Units | None = None,
-        kept: Collection[Unit] = (),
+        untouched: Collection[Unit] = (),
     ) -> None:
         assert plan is not None or layout.checkpoint is not None
         self.model = model
@@ -73,7 +73,7 @@ class ReloadSession:
             layout, opened, units or Units(), forget=self._replayer.forget, check=self._check_poison
         )
         #: Modules that a partial update leaves as they are.
-        self.kept = tuple(kept)
+        self.untouched = tuple(untouched)
         self._landed = LandedNames(plan.apart if plan is not None else Apart())
         self._writes = WriteLog()
         self._head_digest: str | None = None
@@ -245,7 +245,7 @@ class ReloadSession:
         self._prove_names()
         self.opened.take_all()
         places = find_places(self.layout.groups)
-        done = self.closer.groups | groups_of(self.kept)
+        done = self.closer.groups | groups_of(self.untouched)
         for index, (group, place) in enumerate(zip(self.layout.groups, places, strict=True)):
             if not len(group.required) or index in done:
                 continue

@@ -92,8 +92,10 @@ def start_reload(
     assert layout is not None
     poison = poison or os.environ.get(POISON_VARIABLE) == "1"
     units = plan_units(layout, plan, vllm_config)
-    kept = left_alone(layout, units) if partial else ()
-    opened = open_model(model, layout, poison=poison, partial=partial, units=units.all, kept=kept, objects=objects)
+    untouched = left_alone(layout, units) if partial else ()
+    opened = open_model(
+        model, layout, poison=poison, partial=partial, units=units.all, untouched=untouched, objects=objects
+    )
     return ReloadSession(
         model,
         layout,
@@ -104,7 +106,7 @@ def start_reload(
         partial=partial,
         plan=plan,
         units=units,
-        kept=kept,
+        untouched=untouched,
     )
 
 
@@ -115,24 +117,24 @@ def open_model(
     poison: bool = False,
     partial: bool = False,
     units: Collection[Unit] = (),
-    kept: Collection[Unit] = (),
+    untouched: Collection[Unit] = (),
     objects: Iterable[tuple[str, torch.Tensor]] | None = None,
 ) -> Opened:
     """Give ``model`` its checkpoint layout back, and the plain attributes of before post-load processing.
 
     The modules of ``units`` keep their attributes until they are closed: the memory of what was packed then goes to
-    what is packed next. Those that are ``kept`` stay as they are. ``objects``: what ``tensor_objects`` finds, where it
-    was asked already.
+    what is packed next. Those that are ``untouched`` stay as they are. ``objects``: what ``tensor_objects`` finds,
+    where it was asked already.
     """
     if not layout.is_open:
         layout.contract = Contract.of(model, pin_devices=layout.pin_devices, objects=objects)
     layout.is_open = True
-    without = groups_of(kept)
+    without = groups_of(untouched)
     if layout.seal is not None:
         layout.seal.break_all(layout, without=without)
     opened = open_groups(layout.groups, poison=poison, partial=partial, without=without)
     # Weights that are plain attributes must be the objects that loaders fill, not what processing made of them.
-    layout.journal.undo(without=owners_of((*units, *kept)))
+    layout.journal.undo(without=owners_of((*units, *untouched)))
     return opened
 
 
@@ -151,7 +153,7 @@ def finish_reload(session: ReloadSession) -> ReloadProof:
     session.seal()
     checked = time.perf_counter()
     closer = session.closer
-    done = (*closer.closed, *session.kept)
+    done = (*closer.closed, *session.untouched)
     process(model, layout, session.opened, vllm_config=session.vllm_config, device=session.device, done=done)
     processed = time.perf_counter()
     assert layout.contract is not None

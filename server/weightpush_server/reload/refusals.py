@@ -83,13 +83,13 @@ def check_reloadable(
 
 
 def check_partial(
-    layout: ModelLayout, covers: Callable[[StorageGroup], ByteRanges], kept: Collection[int] = frozenset()
+    layout: ModelLayout, covers: Callable[[StorageGroup], ByteRanges], untouched: Collection[int] = frozenset()
 ) -> None:
     """Return if an update that writes only what ``covers`` says can be exact; changes nothing.
 
     ``covers`` gives the bytes that will be written to a group, counted from the group's start. What is left out must
-    still hold the bytes that post-load processing saw last, unless it is ``kept``, by index: then the whole module is
-    left out, and still is what processing made of it. Reads what is left out.
+    still hold the bytes that post-load processing saw last, unless it is ``untouched``, by index: then the whole module
+    is left out, and still is what processing made of it. Reads what is left out.
 
     Raises:
         WeightPushError: PARTIAL_REFUSED, naming the first tensor that is neither sent nor still there.
@@ -97,7 +97,7 @@ def check_partial(
     if layout.from_dummy:
         reason = "the server was started on dummy weights, and no complete update has come yet"
         raise _partial_refused("", f"{reason}. Push the complete checkpoint once")
-    lost = first_lost(layout, covers, kept)
+    lost = first_lost(layout, covers, untouched)
     if lost is None:
         return
     if layout.policy is StoragePolicy.RETAIN:

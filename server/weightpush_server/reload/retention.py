@@ -125,15 +125,15 @@ def _in_place(group: StorageGroup, place: Place) -> bool:
 
 
 def first_lost(
-    layout: ModelLayout, covers: Callable[[StorageGroup], ByteRanges], kept: Collection[int] = frozenset()
+    layout: ModelLayout, covers: Callable[[StorageGroup], ByteRanges], untouched: Collection[int] = frozenset()
 ) -> tuple[StorageGroup, str] | None:
     """Return the first group that an update leaves out, wholly or in part, though its bytes are gone; and the tensor.
 
-    ``covers`` says which bytes the update will write to a group, counted from the group's start. ``kept``: indices of
-    groups whose modules it leaves alone; of these it needs no bytes that processing took away. Changes nothing.
+    ``covers`` says which bytes the update will write to a group, counted from the group's start. ``untouched``: indices
+    of groups whose modules it leaves alone; of these it needs no bytes that processing took away. Changes nothing.
     """
     for index, (group, found) in enumerate(zip(layout.groups, find_places(layout.groups), strict=True)):
-        if index in kept and group.moved:
+        if index in untouched and group.moved:
             continue
         name = first_missing(group, group.required, covers(group))
         if name is not None and not is_intact(group, group.retained or found):
