@@ -385,6 +385,7 @@ class ContractServer:
                 numbers = range(number, number + announced.count)
                 update.buckets.update(numbers)
                 update.pending = asyncio.ensure_future(self._receive_all(update, numbers, announced.digests))
+                update.pending.add_done_callback(_look_at_its_error)
         else:
             query = request.query_params
             update = self._active(query["update_id"], int(query["epoch"]))
@@ -578,6 +579,13 @@ class ContractServer:
 
     async def _in_thread(self, worker: ReceiverProcess, *command: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, worker.call, *command)
+
+
+def _look_at_its_error(task: asyncio.Task[None]) -> None:
+    # Else asyncio complains when the task is collected, in whatever runs then: formatting that complaint while Python
+    # compiles makes the compiler fail (https://github.com/python/cpython/issues/106905).
+    if not task.cancelled():
+        task.exception()
 
 
 class DroppingProxy:

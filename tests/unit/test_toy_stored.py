@@ -111,13 +111,13 @@ def test_what_was_worked_out_for_a_layout_holds_for_the_next_push_of_it(
     progress: ProgressWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live, worked_out = cold_start(A), []
-    make_batch = plan_module.make_batch
+    make_batches = plan_module.make_batches
 
-    def noted(*args: Any) -> Batch:
+    def noted(*args: Any) -> tuple[Batch, ...]:
         worked_out.append(args)
-        return make_batch(*args)
+        return make_batches(*args)
 
-    monkeypatch.setattr(plan_module, "make_batch", noted)
+    monkeypatch.setattr(plan_module, "make_batches", noted)
     plan = live.plan(B)
     for tensors in (B, A, B):
         source = stored(tensors)

@@ -100,28 +100,36 @@ class ShmSender(ShmEndpoint):
             for rank, connection in self._members.items():
                 local_links.send(connection, local_links.GO, rank)
         except LinkError as error:
-            message = local_links.giving_up(error.code or ErrorCode.RENDEZVOUS_FAILED, str(error))
+            code = error.code or ErrorCode.RENDEZVOUS_FAILED
             for rank, connection in self._members.items():
                 with suppress(LinkError):
-                    local_links.send(connection, message, rank)
+                    local_links.send(connection, local_links.giving_up(code, str(error)), rank)
+            # Those who have called and were not heard yet as well.
+            with suppress(OSError):
+                while self._accept(strangers):
+                    pass
+            while strangers:
+                self._refuse(strangers.pop(), code, str(error))
             raise
         finally:
             self._listener.close()
             for connection in strangers:
                 connection.close()
 
-    def _accept(self, strangers: list[socket.socket]) -> None:
+    def _accept(self, strangers: list[socket.socket]) -> bool:
+        """Take in one who calls; return whether there was one."""
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
-            return
+            return False
         connection.setblocking(False)
         try:
             local_links.check_user(connection, "the worker")
         except LinkError as error:
             self._refuse(connection, ErrorCode.TRANSPORT_UNAVAILABLE, str(error))
-            return
-        strangers.append(connection)
+        else:
+            strangers.append(connection)
+        return True
 
     def _admit(self, connection: socket.socket) -> None:
         try:
