@@ -29,6 +29,21 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(checkpoint("qwen3", 1, root), checkpoint("qwen3", 2, root))
 
 
+@pytest.fixture(scope="module")
+def in_process() -> Iterator[None]:
+    """Engines run in this process."""
+    from support.engine import engine_environment  # vLLM, which most of these tests leave to their servers.
+
+    with engine_environment():
+        yield
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a file's tiny checkpoints lie."""
+    return tmp_path_factory.mktemp("tiny")
+
+
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """A real browser without a window."""

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from support.engine import CPU, Engine, Snapshot, Tensors, engine, engine_environment, land, push, read, snapshot, specs
+from support.engine import CPU, Engine, Snapshot, Tensors, engine, land, push, read, snapshot, specs
 from support.tiny import checkpoint
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_server.config import StoragePolicy
@@ -28,15 +28,7 @@ from weightpush_server.reload.plan import Plan, make_plan
 MODELS = ("qwen3", "qwen3_moe", "deepseek_v2")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environment() -> Iterator[None]:
-    with engine_environment():
-        yield
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
+pytestmark = pytest.mark.usefixtures("in_process")
 
 
 def plan_of(live: Engine, tensors: Tensors) -> Plan:

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from support.engine import Engine, Tensors, engine, engine_environment, planner, push, read, snapshot, specs
+from support.engine import Engine, Tensors, engine, planner, push, read, snapshot, specs
 from support.tiny import checkpoint
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 from weightpush_server.reload import finish_reload, start_reload
@@ -30,15 +30,7 @@ from weightpush_server.verify import ServedModel
 METHODS: tuple[Any, ...] = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environment() -> Iterator[None]:
-    with engine_environment():
-        yield
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
+pytestmark = pytest.mark.usefixtures("in_process")
 
 
 def layout_of(live: Engine) -> ModelLayout:

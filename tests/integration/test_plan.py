@@ -7,7 +7,7 @@ cold start on B. Engines run in this process, one after another.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from integration.conftest import PROMPTS, Checkpoints
 from support.engine import (
     Tensors,
     engine,
-    engine_environment,
     generate,
     planner,
     push,
@@ -63,15 +62,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environment() -> Iterator[None]:
-    with engine_environment():
-        yield
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
+pytestmark = pytest.mark.usefixtures("in_process")
 
 
 @pytest.mark.case("C31", "C32", "C33", "C51", "C63", "C65", "C91")

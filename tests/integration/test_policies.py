@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from safetensors.torch import save_file
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from integration.conftest import PROMPTS, TOKEN, Checkpoints
-from support.engine import CPU, Engine, Tensors, engine, engine_environment, generate, push, read, snapshot
+from support.engine import CPU, Engine, Tensors, engine, generate, push, read, snapshot
 from support.server import ServerProcess
 from support.tiny import checkpoint
 from weightpush_client import PushError, WeightPusher
@@ -23,18 +22,6 @@ from weightpush_protocol.manifest import TensorSpec
 from weightpush_server.reload import Planner, check_reloadable
 from weightpush_server.reload.fingerprint import fingerprint
 from weightpush_server.reload.layout import ModelLayout, SelfCheckOutcome, find_layout
-
-
-@pytest.fixture(scope="module")
-def in_process() -> Iterator[None]:
-    """Engines run in this process."""
-    with engine_environment():
-        yield
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
 
 
 def _layout(live: Engine) -> ModelLayout:

@@ -6,14 +6,13 @@ cold start is the oracle as in ``test_reload_engine``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from support.engine import engine, engine_environment, push, read, snapshot
+from support.engine import engine, push, read, snapshot
 from support.quantized import quantized_checkpoint
 from support.tiny import checkpoint
 from weightpush_protocol.errors import WeightPushError
@@ -25,15 +24,7 @@ needs_amx = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environment() -> Iterator[None]:
-    with engine_environment():
-        yield
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("quantized")
+pytestmark = pytest.mark.usefixtures("in_process")
 
 
 def _round_trip(model_type: str, scheme: str, root: Path, **options: Any) -> None:

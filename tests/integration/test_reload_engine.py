@@ -25,7 +25,6 @@ from support.engine import (
     Snapshot,
     Tensors,
     engine,
-    engine_environment,
     generate,
     land,
     planner,
@@ -45,15 +44,7 @@ from weightpush_server.reload.layout import find_layout
 MODELS = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_tied", "gemma3", "qwen3_moe", "mixtral")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environment() -> Iterator[None]:
-    with engine_environment():
-        yield
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
+pytestmark = pytest.mark.usefixtures("in_process")
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,13 @@ The image is switched off, so that the tower of the checkpoint has no place in t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, PaliGemmaConfig
 
-from support.engine import Tensors, engine, engine_environment, planner, push, push_by, read, snapshot, specs
+from support.engine import Tensors, engine, planner, push, push_by, read, snapshot, specs
 from support.tiny import checkpoint, tiny_model
 from weightpush_protocol.errors import ErrorCode, WeightPushError
 
@@ -43,10 +42,7 @@ VISION = {
 IN_MEMORY = "model.language_model."
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environment() -> Iterator[None]:
-    with engine_environment():
-        yield
+pytestmark = pytest.mark.usefixtures("in_process")
 
 
 def make_checkpoint(path: Path, seed: int) -> Tensors:
